@@ -379,7 +379,7 @@ def tune(
     path: str | Path, options: TuneOptions = TuneOptions(), apply: bool = False, progress: Reporter = LOGGED,
     **settings: "Unpack[keywords.TuneSettings]",
 ) -> "Tuning":  # fmt: skip
-    """Find the cheapest mix of one term, tails, two terms and BF16, of rounding and of the cache's form, within the
+    """Find the cheapest mix of one term, a tail, two terms and BF16, of rounding and of the cache's form, within the
     budget of `options`.
 
     It is chosen on calibration windows of the run at `path`, measured on its evaluation text, and written to
@@ -414,11 +414,11 @@ def load(
 ) -> "PreTrainedModel":  # fmt: skip
     """Load the FP8 model of the run at `path` as Hugging Face's, multiplied as fp8q's reference multiplies it.
 
-    One term, two terms, tails and FP8 weights alone are each computed as such, and an FP8 cache holds codes; `generate`
-    needs no further argument. `dtype`: the type of all but FP8 GEMMs. `mode`: `exact` keeps the sums of FP8 GEMMs
-    in FP32, `fast` rounds them to BF16 on CPUs, as `validate` does. `device` None: the first GPU, or the CPU.
+    One term, two terms, a tail and FP8 weights alone are each computed as such, and an FP8 cache holds codes;
+    `generate` needs no further argument. `dtype`: the type of all but FP8 GEMMs. `mode`: `exact` keeps the sums of
+    FP8 GEMMs in FP32, `fast` rounds them to BF16 on CPUs, as `validate` does. `device` None: the first GPU, or the CPU.
     `as_served`: in a call without a cache so many tokens are a prompt, and the others stand for decoded tokens, which
-    matters to tails alone; None: all are a prompt. `adapter`: the adapter that is on.
+    matters to a tail alone; None: all are a prompt. `adapter`: the adapter that is on.
 
     Raises InputError where there is no such run, device or adapter, and for files that their stages did not write.
     """

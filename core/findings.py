@@ -117,12 +117,12 @@ class Ruleset(dict[str, Rule[Subject]], Generic[Subject]):
 
         The docstring of the decorated function, and the `sources`, are the reason; `adapt` makes a check of it.
         """
-        number, name, severity = head
+        number, *_ = head
 
         def register(check: Check) -> Check:
             assert number not in self, f"rule {number} is entered twice"
             why = (check.__doc__ or "").strip() + sources
-            self[number] = Rule(number, name, severity, applies_to, why, adapt(check), self.module)
+            self[number] = Rule(*head, applies_to, why, adapt(check), self.module)
             return check
 
         return register

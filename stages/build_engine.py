@@ -47,9 +47,9 @@ def build_engine(run: Run, notes: Notes, options: EngineOptions) -> list[EngineI
     return built
 
 
-def _check_calls(tails: Iterable[int], options: EngineOptions, max_seq_len: int) -> None:
-    """Raise InputError where an engine takes no call that is longer than the run's `tails`."""
-    longest, tail = options.max_prompt or max_seq_len, max(tails, default=0)
+def _check_calls(lengths: Iterable[int], options: EngineOptions, max_seq_len: int) -> None:
+    """Raise InputError where an engine takes no call that is longer than the run's tail, of these `lengths`."""
+    longest, tail = options.max_prompt or max_seq_len, max(lengths, default=0)
     if longest <= tail:
         option = "--max-prompt" if options.max_prompt else "--max-seq-len"
         raise InputError(

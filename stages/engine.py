@@ -21,7 +21,7 @@ from ..export.engine.numbers import CODES, FACTORS, INPUT, Difference
 from ..export.engine.plan import Plan, doubt, read_plan
 from ..export.engine.proof import broken, prove
 from ..export.engine.runtime import inspect_plan
-from ..export.engine.two_terms import TERMS
+from ..export.engine.second_codes import TERMS
 from ..export.lint.check import run_expectation, sound_graph
 from ..export.lint.rules import Expectation
 from ..export.onnx_file.indexed import Indexed

@@ -184,7 +184,7 @@ def _float(run: Run, source: Source, runtime: str) -> PreTrainedModel:
 
 
 def _fp8(run: Run) -> PreTrainedModel:
-    """The FP8 model; of tails the answers' own form, since lm-eval scores question and answer in one call."""
+    """The FP8 model; with a tail the answers' own form, since lm-eval scores question and answer in one call."""
     as_served = 0 if tails_of(load_scales(run).forms) else None
     return load_fp8_model(run, Notes(SILENT), ("bfloat16", "fast"), None, as_served, None)
 

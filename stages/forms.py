@@ -73,7 +73,7 @@ from ..validate.tuning.form_search import (
     uniform_forms,
 )
 from ..validate.tuning.joint import Runner, measure_mixes
-from ..validate.tuning.solve import Losses, Problem, same
+from ..validate.tuning.solve import EXACT, Losses, Problem, same
 from .build_engine import build_engine
 from .export import export_or_note
 from .first_tokens import weigh_first_tokens
@@ -197,7 +197,7 @@ def _beginning(task: FormTask) -> tuple[dict[str, tuple[str, ...]], Mix]:
         progress.groups = {members[0]: members for members in read if members}
         progress.first_mix = asdict(mix_of_run(scales, progress.groups))
         progress.save()
-    mix = Mix(**progress.first_mix | {"wide_cache": tuple(progress.first_mix["wide_cache"])})
+    mix = Mix.from_stored(progress.first_mix)
     return {first: tuple(members) for first, members in progress.groups.items()}, mix
 
 
@@ -226,9 +226,8 @@ def _without_bf16(groups: Sequence[Group]) -> tuple[Group, ...]:
 
 def _without_dearer(groups: Sequence[Group], on_codes: tuple[GroupForm, ...]) -> tuple[Group, ...]:
     """Leave out two codes and weights alone where a group may have a tail: that loses as little of answers for less."""
-    dearer = {"two_terms", "weights_alone"}
     return tuple(
-        replace(group, forms=tuple(form for form in group.forms if form not in dearer))
+        replace(group, forms=tuple(form for form in group.forms if form not in EXACT))
         if "tail" in group.forms and "tail" in on_codes
         else group
         for group in groups
@@ -243,8 +242,8 @@ class FewWindows:
         run = task.run
         window = min(FEW_CONTEXT, positions(run) or FEW_CONTEXT, task.options.validate.context or FEW_CONTEXT)
         window = min(window, load_record(run).corpus.seq_len)
-        tails = "tail" in candidates.losses.on_codes
-        prompt = prompt_of(window) if tails else None
+        with_tail = "tail" in candidates.losses.on_codes
+        prompt = prompt_of(window) if with_tail else None
         asked = replace(
             task.options.validate, context=window, stride=None, as_served=prompt, accumulator=None,
             max_tokens=FEW_WINDOWS * (window - (prompt or 0)),

@@ -24,7 +24,7 @@ from ..export.onnx_file.loading import load_graph
 from ..export.onnx_file.tensors import Array
 from ..options import LintOptions
 from ..quantize.lint.check import RULES as CHECKPOINT_RULES
-from ..quantize.lint.check import SERVER_RULES, checkpoint_findings, open_served, rule_findings, server_findings
+from ..quantize.lint.check import SERVER_RULES, checkpoint_findings, open_served
 from ..quantize.lint.servers import READ, TITLES
 from ..quantize.reading.run_checkpoint import stored_scales
 from ..quantize.scales.decisions import load_scales, read_scales
@@ -205,7 +205,7 @@ def lint_for(path: Path, options: LintOptions) -> Linted:
                 "name a checkpoint or a run",
             )
         served = open_served(path, options.server, options.version)
-        findings = [*(rule_findings(served.fp8) if served.fp8 else []), *server_findings(served)]
+        findings = [*(CHECKPOINT_RULES.findings(served.fp8) if served.fp8 else []), *SERVER_RULES.findings(served)]
     form = (
         f"in the form {served.fp8.declared.form}" if served.fp8 else "of another form" if served.said else "in no FP8"
     )

@@ -46,6 +46,7 @@ from ..validate.tuning.choices import (
     CACHES,
     COARSEST,
     ROUNDINGS,
+    TWO_TERMS,
     Group,
     GroupForm,
     Mix,
@@ -205,20 +206,20 @@ def _candidates(
     codes: dict[Kind, Rounded] = {}
     for rounding in roundings:
         for form in inputs:
-            like = "two_terms" if form == "tail" else form  # whose weights are the same
+            like = TWO_TERMS if form == "tail" else form  # whose weights are the same
             place = folder / (rounding if rounding == "nearest" else f"{rounding}-{like}")
             place.mkdir(exist_ok=True)
             codes[rounding, form] = Rounded(place)
-        codes[rounding, "weights_alone"] = codes[rounding, "two_terms"]
+        codes[rounding, "weights_alone"] = codes[rounding, TWO_TERMS]
     model = load_model(source, torch.float32, device()).requires_grad_(False)
     groups, call = {members[0]: members for members in read if members}, CallPositions()
-    tails = {
+    of_tail = {
         name: Tail(scale.tail, call, experts_around(model, name))
         for name, scale in inputs.get("tail", {}).items()
         if scale.tail is not None
     }
     cache = _cache_scales(source, statistics, options, notes)
-    return Candidates(model, groups, inputs, codes, cache, tails, call), codes, roundings
+    return Candidates(model, groups, inputs, codes, cache, of_tail, call), codes, roundings
 
 
 def _cache_scales(
@@ -278,7 +279,7 @@ def mix_of_run(scales: Scales, groups: Mapping[str, Sequence[str]]) -> Mix:
         {name: form_of(scales.activations.get(name)) for name in groups},
         next(iter(scales.weights.values())).rounding,
         parts[scales.cache_parts],
-        tuple(dict.fromkeys(name.rpartition(".")[0] for name in scales.wide_cache)),
+        tuple(scales.bf16_caches),
     )
 
 

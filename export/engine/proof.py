@@ -20,7 +20,7 @@ from .expected_gemms import ExpectedGemm, attended, expected_gemms
 from .numbers import CODES, FACTORS, INPUT, RELATIVE, Difference, compare_numbers
 from .plan import Evidence, Plan, evidence
 from .program import Buffer, Pool, read_pool
-from .two_terms import TERMS, compare_attention, compare_terms
+from .second_codes import TERMS, compare_attention, compare_terms
 
 _CACHE = re.compile(r"(?P<name>(?:past|new)_key_values\.\d+\.(?:key|value))(?: \[profile \d+\])?(?:\.\d+)?")
 _FP8 = TensorProto.FLOAT8E4M3FN

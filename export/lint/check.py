@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from ...core.errors import InputError
 from ...core.files import read_document
-from ...core.findings import Finding, Rule, enter_rules
+from ...core.findings import Finding, enter_rules
 from ...core.run import Run
 from ...options import ONE, TWO, Form
 from ...quantize.scales.decisions import AttentionScales, Scales
@@ -30,7 +30,6 @@ __all__ = [
     "FORM",
     "RULES",
     "Finding",
-    "Rule",
     "expected_attention",
     "lint_file",
     "lint_graph",

@@ -92,7 +92,7 @@ class Slices:
 
 
 @expectation_rule("F214", "two-terms")
-def two_terms(graph: Indexed, expected: Expectation) -> Broken:
+def codes_of_two_terms(graph: Indexed, expected: Expectation) -> Broken:
     """An input that `scales.json` expects in two terms goes through one GEMM in both, and no other does: without
     the second it is as rounded as one term's, and what is added to the wrong share is another value. With a tail, the
     second terms are of the last positions of a call alone, and are added to these.

@@ -93,7 +93,7 @@ class GraphExperts(nn.Module):
 
 
 def expert_kinds(experts: Sequence[Expert]) -> list[list[int]]:
-    """Group the numbers of the experts by kind: experts whose linear layers have equal types, terms and tails."""
+    """Group the numbers of the experts by kind: experts whose linear layers have equal types, terms and tail."""
     kinds: dict[object, list[int]] = {}
     for number, expert in enumerate(experts):
         linears = [expert.get_submodule(name) for names in FUSED.values() for name in names]

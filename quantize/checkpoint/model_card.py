@@ -270,10 +270,10 @@ def _graphs(form: HfLayout) -> str:
 
 def _terms(scales: Scales) -> str:
     """Describe the modules in two terms, with a tail, in dynamic form, and with FP8 weights alone; empty without."""
-    tails, throughout = tails_of(scales.forms), scales.in_form(TWO)
+    lengths, throughout = tails_of(scales.forms), scales.in_form(TWO)
     text = TERMS.format(modules=_some(throughout, scales)) if throughout else ""
-    for positions in sorted(set(tails.values())):
-        modules = [module for module, tail in tails.items() if tail == positions]
+    for positions in sorted(set(lengths.values())):
+        modules = [module for module, tail in lengths.items() if tail == positions]
         text += TAIL.format(modules=_some(modules, scales), positions=positions)
     text += ONE_TERM_COST.format(cost=NOT_MEASURED) if text else ""
     paragraphs = {kind: paragraph for kind, (_, paragraph) in RUN_TIME_UNITS.items()} | {BF16.kind: WEIGHTS_ALONE}

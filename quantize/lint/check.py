@@ -16,7 +16,7 @@ from .rules import RULES
 from .servers import SERVER_RULES, Served, parse_version
 
 enter_rules(__package__)
-__all__ = ["RULES", "SERVER_RULES", "checkpoint_findings", "open_served", "rule_findings", "server_findings"]
+__all__ = ["RULES", "SERVER_RULES", "checkpoint_findings", "open_served"]
 
 
 def checkpoint_findings(path: Path) -> tuple[Checkpoint, list[Finding]]:
@@ -31,12 +31,7 @@ def checkpoint_findings(path: Path) -> tuple[Checkpoint, list[Finding]]:
             "is a checkpoint that says nothing of quantization: config.json has no quantization_config",
             "name one in FP8, an ONNX file, a Triton repository or a run",
         )
-    return checkpoint, rule_findings(checkpoint)
-
-
-def rule_findings(checkpoint: Checkpoint) -> list[Finding]:
-    """Return what is wrong with a checkpoint whoever loads it, in the order of the rules' numbers."""
-    return RULES.findings(checkpoint)
+    return checkpoint, RULES.findings(checkpoint)
 
 
 def open_served(path: Path, server: CheckpointServer, version: str | None) -> Served:
@@ -60,9 +55,4 @@ def open_served(path: Path, server: CheckpointServer, version: str | None) -> Se
     except InputError:
         fp8 = None  # another form, of which S102 tells, or damage, which the next line raises
     tensors, problems = (fp8.tensors, fp8.problems) if fp8 else located_tensors(path)
-    return Served(path, config, said, tensors, problems, fp8, server, version)
-
-
-def server_findings(served: Served) -> list[Finding]:
-    """Return what the server does otherwise than the checkpoint means, in the order of the rules' numbers."""
-    return SERVER_RULES.findings(served)
+    return Served(path, config, said or {}, tensors, problems, fp8, server, version)

@@ -4,7 +4,8 @@ A rule is a function from a checkpoint to the places where it is broken, each a 
 the reason: the behaviour of transformers 5.23, compressed-tensors 0.20 and vLLM 0.32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from ...core.findings import Broken, Ruleset, Severity
 from ..reading.fp8_tensors import Checkpoint
@@ -14,11 +15,17 @@ Check = Callable[[Checkpoint], Broken]
 AGAIN = "export the checkpoint again"
 
 
-def _module(tensor: str, checkpoint: Checkpoint) -> str | None:
+class _Stored(Protocol):
+    @property
+    def tensors(self) -> Mapping[str, object]: ...
+
+
+def module_of_tensor(tensor: str, checkpoint: _Stored) -> str | None:
+    """Return the module that a tensor of `checkpoint` belongs to; None for another place."""
     return (tensor.rpartition(".")[0] or None) if tensor in checkpoint.tensors else None
 
 
-RULES: Ruleset[[Checkpoint]] = Ruleset(_module)
+RULES: Ruleset[[Checkpoint]] = Ruleset(module_of_tensor)
 
 
 def checkpoint_rule(number: str, name: str, severity: Severity = "error") -> Callable[[Check], Check]:

@@ -1,7 +1,6 @@
 """Rules S121 to S124: the scales of a KV cache, as servers read them."""
 
 from ...calibrate.checkpoint.class_defaults import config_field
-from ...calibrate.checkpoint.mtp_layers import mtp_prefixes
 from ...core.findings import Broken
 from ..reading.quantization_config import CONFIG
 from .servers import Applies, Served, server_rule
@@ -37,10 +36,6 @@ ATTENTION = ("self_attn", "mixer")
 PLACE = "leave the cache in BF16 there"
 
 
-def _declares_cache(served: Served) -> bool:
-    return served.declared is not None and (served.declared.cache or bool(_scales(served)))
-
-
 def _scales(served: Served) -> list[str]:
     """The scales of a cache, by name."""
     return sorted(served.fp8.cache_scales) if served.fp8 else []
@@ -72,18 +67,14 @@ def cache_scales_unread(served: Served) -> Broken:
     if served.server == "transformers":
         if form != "compressed-tensors":
             yield names[0], f"{many} not read by transformers, which keeps the cache in BF16; leave them out"
-        elif Applies("transformers", "", TRANSFORMERS_RENAMED).covers(served):
+        elif served.is_since(TRANSFORMERS_RENAMED):
             fault = f"{many} not read by transformers from {TRANSFORMERS_RENAMED} on with compressed-tensors 0.20"
             yield names[0], f"{fault}, which keeps the cache in BF16; load it by an older transformers"
         return
     classes = VLLM_UNREAD if served.server == "vllm" else SGLANG_UNREAD
     if served.architecture in classes:
         yield names[0], f"{unread}: its {served.architecture} has no scales of a cache; {PLACE}"
-    elif (
-        served.server == "sglang"
-        and form == "compressed-tensors"
-        and not Applies("sglang", "", SGLANG_READS).covers(served)
-    ):
+    elif served.server == "sglang" and form == "compressed-tensors" and not served.is_since(SGLANG_READS):
         yield names[0], f"{unread}: before {SGLANG_READS} it reads those of ModelOpt alone; take a newer SGLang"
     else:
         for name in names:
@@ -103,8 +94,8 @@ def cache_scheme_unread(served: Served) -> Broken:
     """The scheme of a cache is static, symmetric and one scale a tensor. SGLang passes over any other with a warning,
     reads no scale of it, and writes an FP8 cache by 1.0.
     """
-    cache = (served.said or {}).get("kv_cache_scheme")
-    if (served.said or {}).get("quant_method") != "compressed-tensors" or not isinstance(cache, dict):
+    cache = served.said.get("kv_cache_scheme")
+    if served.method != "compressed-tensors" or not isinstance(cache, dict):
         return
     if cache.get("strategy") != "tensor" or not cache.get("symmetric", True) or cache.get("dynamic"):
         fault = f"has a cache of strategy {cache.get('strategy')!r}, of which SGLang reads no scale"
@@ -123,7 +114,8 @@ def cache_head_size(served: Served) -> Broken:
     size below 32 has none outside of Hopper and data-centre Blackwell.
     """
     size = config_field(served.config, "head_dim")
-    if not isinstance(size, int) or not _declares_cache(served) or not size % 32:
+    declares = served.declared is not None and (served.declared.cache or _scales(served))
+    if not isinstance(size, int) or not declares or not size % 32:
         return
     where = "on a CPU" if size > 32 else "outside of Hopper and data-centre Blackwell"
     what = f"has heads of {size}, for which vLLM has no kernel that reads an FP8 cache {where}"
@@ -142,7 +134,7 @@ def draft_cache_scales(served: Served) -> Broken:
     server that drafts by them writes their part by 1.0, and says so once, as of the whole model (vllm 54623).
     """
     names = _scales(served)
-    prefixes = mtp_prefixes(served.config, served.tensors)
+    prefixes = served.drafts
     if names and prefixes and not any(name.startswith(prefixes) for name in names):
         fault = "has no scales of a cache, and other layers have: drafts read a cache that is written by 1.0"
         yield prefixes[0].removesuffix("."), f"{fault}; calibrate them, or ask for drafts in BF16"

@@ -8,17 +8,12 @@ from ..reading.quantization_config import BLOCK, CONFIG
 from ..reading.quantization_fields import online_transforms
 from ..reading.run_checkpoint import FP8Q_CONFIG
 from ..scales.scheme import forms_in, in_two_codes
-from ..scales.servers import taken_for_another
-from .servers import READ, Applies, Served, parse_version, server_rule
+from ..scales.servers import computed
+from .servers import READ, TITLES, Applies, Served, parse_version, server_rule
 
 #: Compare what is served with what was meant.
 ASK = "compare the served model by `fp8q compare --url`"
-EVERY = (
-    Applies("vllm", "its version"),
-    Applies("sglang", "its version"),
-    Applies("tensorrt-llm", "its version"),
-    Applies("transformers", "its version"),
-)
+EVERY = tuple(Applies(server, "its version") for server in TITLES)
 
 
 @server_rule("S101", "server-version", "note", *EVERY)
@@ -40,7 +35,7 @@ def form_unread(served: Served) -> Broken:
     """The form of quantization is one of those that fp8q reads: of others the names of tensors and config.json are held
     against the rules, and codes and scales are not.
     """
-    if served.said is not None and served.fp8 is None:
+    if served.said and served.fp8 is None:
         method = served.said.get("quant_method")
         yield CONFIG, f"says quant_method {method!r}, of which codes and scales are not checked here; {ASK}"
 
@@ -72,12 +67,11 @@ def form_refused(served: Served) -> Broken:
     ModelOpt's form it also takes a scale a tensor. vLLM and SGLang want the field activation_scheme of the form fp8,
     and no static inputs beside blocks; vLLM wants a cache that is symmetric and says so.
     """
-    said = served.said or {}
-    method = said.get("quant_method")
+    said = served.said
     if served.server == "tensorrt-llm":
-        yield from _tensorrt_llm(said)
+        yield from _tensorrt_llm(served.said)
         return
-    if method == "fp8":
+    if served.method == "fp8":
         if "activation_scheme" not in said:
             yield (
                 CONFIG,
@@ -85,7 +79,7 @@ def form_refused(served: Served) -> Broken:
             )
         if said.get("weight_block_size") is not None and said.get("activation_scheme") == "static":
             yield CONFIG, f"says static inputs and blocks, which {served.title} refuses together; say dynamic"
-    if method == "compressed-tensors" and served.server == "vllm":
+    if served.method == "compressed-tensors" and served.server == "vllm":
         yield from _vllm_cache(said)
 
 
@@ -107,10 +101,10 @@ def _tensorrt_llm(said: Mapping[str, Any]) -> Broken:
         return
     several = len(dict(groups(said))) > 1
     for name, group in groups(said):
-        where, kind = f"{CONFIG} config_groups.{name}", _part(group, "weights").get("strategy")
-        inputs = _part(group, "input_activations")
-        how = inputs.get("strategy")
-        if _part(group, "weights").get("num_bits") != 8:
+        where = f"{CONFIG} config_groups.{name}"
+        weights, inputs = _part(group, "weights"), _part(group, "input_activations")
+        kind, how = weights.get("strategy"), inputs.get("strategy")
+        if weights.get("num_bits") != 8:
             continue
         takes = "channel weights with inputs per token, or blocks with groups of 128"
         if kind not in ("channel", "block"):
@@ -133,6 +127,14 @@ def _tensorrt_llm(said: Mapping[str, Any]) -> Broken:
             yield where, f"{fault}; name the modules by re: expressions"
 
 
+#: Server -> the names that it reads of one scale of a weight and of an input in the form fp8, what becomes of others,
+#: and who reads these.
+ONE_SCALE = {
+    "vllm": ((".weight_scale", ".input_scale"), "ends with an error over them", "transformers"),
+    "transformers": ((".weight_scale_inv", ".activation_scale"), "goes on with 1.0", "vLLM or SGLang"),
+}
+
+
 @server_rule(
     "S116",
     "scale-name-unread",
@@ -147,9 +149,7 @@ def scale_name_unread(served: Served) -> Broken:
     """
     if served.fp8 is None or served.fp8.declared.form != "fp8":
         return
-    theirs = (
-        (".weight_scale", ".input_scale") if served.server == "vllm" else (".weight_scale_inv", ".activation_scale")
-    )
+    theirs, ends, other = ONE_SCALE[served.server]
     if served.server == "vllm" and served.architecture.startswith(("Mistral3", "Pixtral")):
         return
     named = [
@@ -161,8 +161,6 @@ def scale_name_unread(served: Served) -> Broken:
     ]
     if named:
         more = f" and {len(named) - 1:,} more are" if len(named) > 1 else " is"
-        ends = "ends with an error over them" if served.server == "vllm" else "goes on with 1.0"
-        other = "transformers" if served.server == "vllm" else "vLLM or SGLang"
         yield named[0], f"{more.strip()} not read by {served.title}, which {ends}; take {other} for this file"
 
 
@@ -178,12 +176,11 @@ def form_misread(served: Served) -> Broken:
     knows the form fp8 by its blocks or by static inputs: without both it makes modules in BF16, and copies codes into
     them.
     """
-    said = served.said or {}
-    method = str(said.get("quant_method"))
-    if served.server == "transformers" and method.startswith("modelopt"):
+    said = served.said
+    if served.server == "transformers" and served.method.startswith("modelopt"):
         fault = "is ModelOpt's form, which transformers does not know: it takes codes for values, and no scale"
         yield CONFIG, f"{fault}; load it by vLLM, SGLang or TensorRT-LLM, or `fp8q compare` for its losses"
-    if served.server == "tensorrt-llm" and method == "fp8":
+    if served.server == "tensorrt-llm" and served.method == "fp8":
         static = said.get("activation_scheme") == "static"
         if not said.get("weight_block_size") and not static and "weight_block_size" in said:
             fault = "is FP8 with one scale a tensor and dynamic inputs, for which TensorRT-LLM makes modules in BF16"
@@ -203,7 +200,7 @@ def transforms_unread(served: Served) -> Broken:
     the other way. vLLM does so at inputs and outputs of linear layers, not at queries and the cache. SGLang and
     transformers leave all of them out in silence, and compute another model.
     """
-    for name, places in online_transforms(served.said or {}).items():
+    for name, places in online_transforms(served.said).items():
         unread = [place for place in places if served.server != "vllm" or place not in ("input", "output")]
         if unread:
             where = f"transform_config ({name} at {', '.join(dict.fromkeys(unread))})"
@@ -244,7 +241,8 @@ def second_codes(served: Served) -> Broken:
     fp8q-vllm computes both.
     """
     forms = forms_in(served.config.get(FP8Q_CONFIG))
-    if modules := taken_for_another(served.server, {module: forms[module] for module in in_two_codes(forms)}):
+    modules = [name for name in in_two_codes(forms) if computed(served.server, forms[name].kind) == "one"]
+    if modules:
         more = f" and {len(modules) - 1:,} more" if len(modules) > 1 else ""
         remedy = "write another form by `fp8q scales RUN --form dynamic`, or --form bf16"
         if served.server == "vllm":

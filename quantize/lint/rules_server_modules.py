@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from ...calibrate.checkpoint.mtp_layers import mtp_prefixes, vllm_name
+from ...calibrate.checkpoint.mtp_layers import vllm_name
 from ...calibrate.input.patterns import BoundedPattern, PatternFile
 from ...core.findings import Broken
 from ..reading.fp8_tensors import Checkpoint
@@ -42,11 +42,10 @@ def drafts_unmatched(served: Served) -> Broken:
     module, which was made quantized, and the weights were passed over. Drafts were then never accepted.
     """
     model_type = str(served.text_config.get("model_type", ""))
-    prefixes = mtp_prefixes(served.config, served.tensors)
+    prefixes = served.drafts
     declared = served.declared
-    ignored = tuple(str(entry) for entry in (served.said or {}).get("ignore") or ())
-    method = (served.said or {}).get("quant_method")
-    if not (model_type.startswith("qwen3_5") and prefixes and method == "compressed-tensors"):
+    ignored = tuple(str(entry) for entry in served.said.get("ignore") or ())
+    if not (model_type.startswith("qwen3_5") and prefixes and served.method == "compressed-tensors"):
         return
     source = PatternFile(served.root / CONFIG)
     for name in sorted(served.tensors):
@@ -83,7 +82,7 @@ def drafts_dropped(served: Served) -> Broken:
     """Layers for multi-token prediction are of use where a server drafts by them. transformers makes no modules of
     them: it passes them over, and what it saves again lacks them.
     """
-    if prefixes := mtp_prefixes(served.config, served.tensors):
+    if prefixes := served.drafts:
         count = sum(name.startswith(prefixes) for name in served.tensors)
         fault = f"has {count} tensors for multi-token prediction, which transformers passes over"
         yield prefixes[0].removesuffix("."), f"{fault}; copy them where you save this model again by it"
@@ -100,7 +99,7 @@ def drafts_in_codes(served: Served) -> Broken:
     that joins embedding and hidden state, and the layer's head, are no quantized layers in most of vLLM's classes: it
     takes their codes for values, without a word, and accepts no draft.
     """
-    prefixes = mtp_prefixes(served.config, served.tensors)
+    prefixes = served.drafts
     if served.fp8 is None or not prefixes:
         return
     architecture = str(next(iter(served.config.get("architectures") or ()), ""))
@@ -205,7 +204,7 @@ def hybrid_reported(served: Served) -> Broken:
     were reported to repeat themselves; no cause was found, and no source that was read shows one.
     """
     model_type = str(served.config.get("model_type", ""))
-    if model_type.startswith("qwen4_exp") and (served.said or {}).get("quant_method") == "compressed-tensors":
+    if model_type.startswith("qwen4_exp") and served.method == "compressed-tensors":
         yield CONFIG, f"is compressed-tensors of a hybrid, which vLLM 0.28 was reported to garble; {ASK}"
 
 
@@ -251,7 +250,7 @@ def ignore_differs(served: Served) -> Broken:
     entries = _entries(served)
     source = PatternFile(served.root / CONFIG)
     in_codes = {module.rpartition(".")[2] for module in checkpoint.codes}
-    drafts = mtp_prefixes(served.config, served.tensors)
+    drafts = served.drafts
     for module in _modules(served):
         last, tensor = module.rpartition(".")[2], checkpoint.tensors[f"{module}.weight"]
         served_as = vllm_name(served.config, module) if served.server == "vllm" else module
@@ -297,7 +296,7 @@ def head_in_codes(served: Served) -> Broken:
             copied = f"it copies the codes without their scale{ends}"
             fault = f"is an {what} in FP8, and {served.title} makes it in BF16: {copied}"
             if checkpoint.declared.form == "compressed-tensors" and head and served.server != "transformers":
-                newer = served.server == "sglang" and not Applies("sglang", "", SGLANG_HEADS).covers(served)
+                newer = served.server == "sglang" and not served.is_since(SGLANG_HEADS)
                 naming = f"take SGLang {SGLANG_HEADS}, and name" if newer else "name"
                 remedy = f"{naming} {module} among the targets, or leave it in BF16"
             else:
@@ -315,7 +314,7 @@ def _made_of_codes(served: Served, checkpoint: Checkpoint, module: str, head: bo
         return False
     if served.server == "transformers":
         return head or not target.is_class or "Embedding" in target.text
-    newer = served.server != "sglang" or Applies("sglang", "", SGLANG_HEADS).covers(served)
+    newer = served.server != "sglang" or served.is_since(SGLANG_HEADS)
     return head and newer and not target.is_class
 
 
@@ -330,14 +329,12 @@ def _modules(served: Served) -> list[str]:
 
 def _entries(served: Served) -> tuple[str, ...]:
     """The entries of the list of modules that stay as they were, whatever the form calls it."""
-    said = served.said or {}
-    stated = [said[key] for key in ENTRIES if isinstance(said.get(key), list)]
+    stated = [served.said[key] for key in ENTRIES if isinstance(served.said.get(key), list)]
     return tuple(dict.fromkeys(entry for entries in stated for entry in entries if isinstance(entry, str)))
 
 
 def _leaves_out(served: Served, entry: str, module: str, source: PatternFile) -> bool:
     """Tell whether the server leaves `module` out by this entry."""
-    method = str((served.said or {}).get("quant_method"))
     if entry.startswith("re:"):
         return BoundedPattern(entry.removeprefix("re:"), source).matches(module)
     if entry == module:
@@ -346,13 +343,13 @@ def _leaves_out(served: Served, entry: str, module: str, source: PatternFile) ->
         parts = module.split(".")
         above = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
         return any(fnmatchcase(name, entry) for name in above)
-    if method.startswith("modelopt"):
+    if served.method.startswith("modelopt"):
         return fnmatchcase(module, entry) or (served.server == "vllm" and entry in module)
     if served.server == "transformers":
         return served.declared is not None and Matcher(entry, served.declared.form, source).matches(module)
     if served.server == "sglang":
-        if method == "compressed-tensors":
-            before = not Applies("sglang", "", "0.5.18").covers(served)
-            return entry.lower() in module.lower() if before else module.endswith(f".{entry}")
+        if served.method == "compressed-tensors":
+            newer = served.is_since("0.5.18")
+            return module.endswith(f".{entry}") if newer else entry.lower() in module.lower()
         return f".{entry.rstrip('.')}." in f".{module}."
     return False

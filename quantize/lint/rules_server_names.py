@@ -3,7 +3,6 @@
 from itertools import pairwise
 
 from ...calibrate.checkpoint.class_defaults import config_field
-from ...calibrate.checkpoint.mtp_layers import mtp_prefixes
 from ...core.findings import Broken
 from .servers import Applies, Served, server_rule
 
@@ -54,7 +53,7 @@ def outer_names(served: Served) -> Broken:
     and ends with an error, and SGLang finds no parameter, and serves what memory held.
     """
     inner = [name for name in sorted(served.tensors) if name.startswith(f"model.{INNER}") and INNER * 2 not in name]
-    drafts = mtp_prefixes(served.config, served.tensors)
+    drafts = served.drafts
     plain = [
         name for name in sorted(served.tensors) if name.startswith("model.layers.") and not name.startswith(drafts)
     ]

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ...calibrate.checkpoint.class_defaults import language_model
+from ...calibrate.checkpoint.mtp_layers import mtp_prefixes
 from ...core.errors import InputError
 from ...core.findings import Broken, Ruleset, Severity
 from ...core.headers import StoredTensor
 from ...options import CheckpointServer
 from ..reading.fp8_tensors import Checkpoint
 from ..reading.quantization_config import DeclaredQuantization
+from .rules import module_of_tensor
 
 #: CheckpointServer -> its own spelling.
 TITLES: Mapping[CheckpointServer, str] = {
@@ -53,13 +55,13 @@ def parse_version(text: str) -> Version:
 class Served:
     """A checkpoint as a version of a server gets it.
 
-    `config`: config.json. `said`: its quantization configuration, or that of hf_quant_config.json; None where there is
-    none. `fp8`: the same checkpoint where its form is one that fp8q reads. `asked`: the version of the command line.
+    `config`: config.json. `said`: its quantization configuration, or that of hf_quant_config.json; empty where there
+    is none. `fp8`: the same checkpoint where its form is one that fp8q reads. `asked`: the version of the command line.
     """
 
     root: Path
     config: Mapping[str, Any]
-    said: Mapping[str, Any] | None
+    said: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
     problems: tuple[tuple[str, str], ...]
     fp8: Checkpoint | None
@@ -80,6 +82,20 @@ class Served:
     def declared(self) -> DeclaredQuantization | None:
         """The quantization that the configuration declares, in a form that is read."""
         return self.fp8.declared if self.fp8 else None
+
+    @property
+    def method(self) -> str:
+        """The name of the form that the configuration declares."""
+        return str(self.said.get("quant_method"))
+
+    @property
+    def drafts(self) -> tuple[str, ...]:
+        """The beginnings of the names of layers for multi-token prediction."""
+        return mtp_prefixes(self.config, self.tensors)
+
+    def is_since(self, version: str) -> bool:
+        """Tell whether the server is of `version` or a later one."""
+        return parse_version(version) <= self.version
 
     @property
     def text_config(self) -> Mapping[str, Any]:
@@ -108,8 +124,8 @@ class Applies:
         """Tell whether the rule is true of this server's version."""
         if served.server != self.server:
             return False
-        after = self.since is None or parse_version(self.since) <= served.version
-        return after and (self.until is None or served.version < parse_version(self.until))
+        after = self.since is None or served.is_since(self.since)
+        return after and (self.until is None or not served.is_since(self.until))
 
     def __str__(self) -> str:
         """Name server and versions."""
@@ -118,11 +134,7 @@ class Applies:
         return f"{TITLES[self.server]}{since}{until}"
 
 
-def _module(tensor: str, served: Served) -> str | None:
-    return (tensor.rpartition(".")[0] or None) if tensor in served.tensors else None
-
-
-SERVER_RULES: Ruleset[[Served]] = Ruleset(_module)
+SERVER_RULES: Ruleset[[Served]] = Ruleset(module_of_tensor)
 Check = Callable[[Served], Broken]
 
 

@@ -92,7 +92,7 @@ def check_padding(mask: Any, tail: int) -> None:
 
 
 def hugging_face_model(reference: Reference, directory: Path, as_served: int | None = None) -> PreTrainedModel:
-    """Return the model of `reference`, which was loaded from `directory`, with its cache and its tails in each call.
+    """Return the model of `reference`, which was loaded from `directory`, with its cache and second codes in each call.
 
     `as_served`: the tokens of a call without a cache that are a prompt; None: all. PEFT adds adapters to it. It cannot
     be saved: its weights are the codes in `directory`.

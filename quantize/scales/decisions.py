@@ -96,6 +96,11 @@ RUN_TIME_FLAGS: dict[str, Form] = {
 }
 
 
+def run_time_form(flagged: object) -> Form:
+    """Return the form that the flags of a `dynamic` scale, or of its row in the report, stand for."""
+    return next((form for flag, form in RUN_TIME_FLAGS.items() if getattr(flagged, flag)), DYNAMIC)
+
+
 class TensorScale(Lossy):
     """One activation's or cache tensor's scale; shares are fractions.
 
@@ -148,7 +153,7 @@ class TensorScale(Lossy):
     def form(self) -> Form:
         """The form of the input of which this is the scale."""
         if self.dynamic:
-            return next((form for flag, form in RUN_TIME_FLAGS.items() if getattr(self, flag)), DYNAMIC)
+            return run_time_form(self)
         return Form("tail", self.tail) if self.tail is not None else ONE if self.terms == 1 else TWO
 
     @property
@@ -249,10 +254,15 @@ class Scales(Strict):
         return "head" if self.per_head else "layer"
 
     @property
+    def bf16_caches(self) -> list[str]:
+        """The attention modules whose cache stays in BF16 beside others in FP8."""
+        return [*dict.fromkeys(name.rpartition(".")[0] for name in self.wide_cache)]
+
+    @property
     def cache_left(self) -> str:
         """State the layers that an FP8 cache leaves out, as the end of a sentence; empty where there are none."""
-        left, coded = ({name.rpartition(".")[0] for name in part} for part in (self.wide_cache, self.kv_cache))
-        return f", {len(left)} of {len(left | coded)} layers left in BF16" if left else ""
+        left, coded = self.bf16_caches, {name.rpartition(".")[0] for name in self.kv_cache}
+        return f", {len(left)} of {len(coded.union(left))} layers left in BF16" if left else ""
 
 
 class AttentionScales(Strict):

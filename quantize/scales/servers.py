@@ -10,7 +10,7 @@ versions that `quantize.lint.servers.READ` names: TensorRT-LLM takes channel wei
 blocks, and refuses static scales in compressed-tensors' form.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from ...options import CheckpointServer, Form, Kind, Server
 
@@ -26,9 +26,9 @@ COMPUTED: dict[Kind, tuple[Kind | None, ...]] = {
     "two": ("two", "two", "one", "one", "one", None, "one"),
     "bf16": ("bf16", "bf16", "bf16", "bf16", "bf16", None, "bf16"),
 }  # fmt: skip
-#: The kinds of forms of the experts of a layer, where that is not all that a server computes. vLLM has no GEMM of
-#: experts in two terms or with FP8 weights alone, and wants all experts of a layer in one form.
-OF_EXPERTS: Mapping[Server, tuple[Kind, ...]] = {"vllm-plugin": ("one",), "vllm": ("one",), "any": ("one",)}
+#: The servers that compute experts in one code alone. vLLM has no GEMM of experts in two terms or with FP8 weights
+#: alone, and wants all experts of a layer in one form.
+ONE_CODE_IN_EXPERTS: tuple[Server, ...] = ("vllm-plugin", "vllm", "any")
 
 
 #: Kind of form -> the reason why a run with modules in it has no graph.
@@ -54,11 +54,6 @@ def computed(server: Server | CheckpointServer, kind: Kind) -> Kind | None:
 def computes(server: Server | CheckpointServer, kind: Kind) -> bool:
     """Tell whether `server` computes this kind of form as fp8q does."""
     return computed(server, kind) == kind
-
-
-def taken_for_another(server: Server | CheckpointServer, forms: Mapping[str, Form]) -> list[str]:
-    """List the modules of `forms` that `server` computes in another form than theirs, without a word."""
-    return [module for module, form in forms.items() if computed(server, form.kind) not in (form.kind, None)]
 
 
 def need_the_plugin(kinds: Iterable[Kind]) -> bool:

@@ -40,18 +40,13 @@ class Cost:
         return self.weight_bytes + positions * self.cache_bytes
 
 
-def tail_terms(length: int) -> float:
-    """The codes for each value of an activation with a tail of this length, in a prompt of `PROMPT` tokens."""
-    return 1 + min(length, PROMPT) / PROMPT
-
-
 def prompt_operations(form: Form) -> float:
     """The multiplications of FP8 codes that one of a GEMM with an input in `form` costs, in a prompt of `PROMPT`
     tokens.
     """
     if form == BF16:
         return BF16_OPERATIONS
-    return form.terms if form.tail is None else tail_terms(form.tail)
+    return form.terms if form.tail is None else 1 + min(form.tail, PROMPT) / PROMPT
 
 
 def largest_batch(memory: int, held: int, sequence: int) -> int:

@@ -42,6 +42,11 @@ class KlAfter(Strict):
     gptq: float | None = None
     bf16: float = 0.0
 
+    @property
+    def exact(self) -> float | None:
+        """The loss that two codes leave."""
+        return self.two_terms
+
 
 class Loss(Strict):
     """One tensor; `measured`: the model was run with it alone quantized, and not only predicted from gradients."""

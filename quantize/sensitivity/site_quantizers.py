@@ -95,7 +95,7 @@ class Quantizer:
 
     def prompt(self, positions: int) -> int:
         """The tokens of a window of so many `positions` before the first that is scored: half of it where the run has
-        tails, which servers read as a prompt, and 1 else.
+        a tail, which servers read as a prompt, and 1 else.
         """
         self.positions = positions
         return prompt_of(positions) if tails_of(self.scales.forms) else 1

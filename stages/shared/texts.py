@@ -71,7 +71,7 @@ def hold_out(
     the proportion of their windows.
     """
     split = [corpus.hold_out_tail(text.ids) for text in texts]
-    calibration_tokens, tails = [calibration for calibration, _ in split], [tail for _, tail in split]
+    calibration_tokens, ends_of_texts = [calibration for calibration, _ in split], [tail for _, tail in split]
     for text, (calibration, tail) in zip(texts, split, strict=True):
         report.note(
             f"{text.name}: the last {len(tail):,} of {len(calibration) + len(tail):,} tokens are held out for "
@@ -80,15 +80,15 @@ def hold_out(
         if (share := repeated(calibration, tail)) >= WORTH_A_NOTE:
             report.note(f"{text.name}: {share:.1%} of what is held out stands in the rest of the text too")
     if len(parts) > 1:
-        starts, weights = [packing.starts(tail) for tail in tails], [part.weight for part in parts]
+        starts, weights = [packing.starts(tail) for tail in ends_of_texts], [part.weight for part in parts]
         counts = mixture.apportion(mixture.largest_total(list(map(len, starts)), weights), weights)
         ends = [(0, *(places + packing.text)) for places in starts]
-        tails = [tail[: end[count]] for tail, end, count in zip(tails, ends, counts, strict=True)]
+        ends_of_texts = [tail[: end[count]] for tail, end, count in zip(ends_of_texts, ends, counts, strict=True)]
         report.note(
             f"of what is held out, {sum(counts):,} windows are evaluated on: "
             f"{', '.join(f'{count:,} of {text.name}' for text, count in zip(texts, counts, strict=True))}"
         )
-    return calibration_tokens, np.concatenate(tails)
+    return calibration_tokens, np.concatenate(ends_of_texts)
 
 
 def check_apart(texts: list[Text], report: Reporter, allowed: bool) -> float:

@@ -16,7 +16,7 @@ from fp8q import api
 from fp8q.core.run import Run
 from fp8q.export.engine.plan import read_plan
 from fp8q.export.engine.proof import broken, prove
-from fp8q.export.engine.two_terms import TERMS
+from fp8q.export.engine.second_codes import TERMS
 from fp8q.export.graph.weight_scale_form import in_form
 from fp8q.export.lint.check import lint_graph, run_expectation
 from fp8q.export.onnx_file.indexed import Indexed

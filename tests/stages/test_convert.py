@@ -20,7 +20,7 @@ from fp8q.core.reporter import SILENT
 from fp8q.options import ConvertOptions
 from fp8q.quantize.conversion import shards
 from fp8q.quantize.conversion.coding import CodedPart, Errors, encode_part
-from fp8q.quantize.lint.check import checkpoint_findings, open_served, server_findings
+from fp8q.quantize.lint.check import SERVER_RULES, checkpoint_findings, open_served
 from fp8q.quantize.reading.fp8_tensors import open_checkpoint
 from fp8q.stages.convert import convert
 from fp8q.stages.convert_directory import PROGRESS
@@ -209,7 +209,7 @@ def test_a_draft_is_named_as_vllm_names_it_too(tmp_path: Path, options: ConvertO
         block = {module for module in listed if module.endswith(".mlp.up_proj")}
         assert block == (set() if mtp else {"model.mtp_block.0.mlp.up_proj", "model.layers.2.mlp.up_proj"})
         assert "model.mtp_linear_proj.0" in listed
-        assert "S161" not in {each.rule for each in server_findings(open_served(out, "vllm", None))}
+        assert "S161" not in {each.rule for each in SERVER_RULES.findings(open_served(out, "vllm", None))}
 
 
 def test_a_call_that_was_killed_goes_on_with_what_is_finished(

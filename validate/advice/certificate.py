@@ -4,8 +4,9 @@ If batches are exchangeable, each of n + 1 is equally likely to have the largest
 before it with probability 1 / (n + 1), whatever the distribution (Rényi 1962, on records). The excess is estimated by
 leaving one batch out: over all tensors, the share whose largest batch exceeds the others by more than x octaves,
 divided by the number of batches, is an unbiased estimate of the probability that a batch exceeds n - 1 others by more
-than x. For n others the share is used unchanged (it shrinks with n for light tails and stays for power laws, so the
-error is on the side of more text). amax have 8 significant bits, so ties are common; a tie exceeds nothing.
+than x. For n others the share is used unchanged (it shrinks with n where large values are rare and stays for power
+laws, so the error is on the side of more text). amax have 8 significant bits, so ties are common; a tie exceeds
+nothing.
 
 Values beyond the clip saturate: they become the clip. An excess of up to 1/16 costs no more than E4M3's own rounding,
 which errs by up to 1/17 of a value. So two probabilities matter: that of an excess beyond this, and that of an excess

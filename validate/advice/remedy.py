@@ -52,7 +52,7 @@ class LossSums:
             return sum(_after(loss, after) for loss in losses)
 
         return cls(
-            total("weight"), total("activation"), total("kv_cache"), total("activation", "two_terms"),
+            total("weight"), total("activation"), total("kv_cache"), total("activation", "exact"),
             total("weight", "gptq"),
         )  # fmt: skip
 

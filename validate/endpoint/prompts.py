@@ -1,7 +1,7 @@
 """Choose the prompts that a server is sent: the beginnings of windows of the evaluation text, and nothing else.
 
-Without tails, what a model computes does not depend on the phase, and a window is one prompt whose every position
-counts. With tails the prompt's last T positions have second terms and those before them do not. The kept positions of
+Without a tail, what a model computes does not depend on the phase, and a window is one prompt whose every position
+counts. With one the prompt's last T positions have second terms and those before them do not. The kept positions of
 such a run follow a prompt of P tokens and were decoded one by one; a prompt that ends m tokens behind P has the same
 form at all of these, and before them but for m positions of the cache, which lie T - m or more tokens back. With m = T
 / 2 half a tail of positions is compared in one request.

@@ -34,7 +34,7 @@ Ask = Callable[[Needle], Answered]
 
 
 def needle_runtimes(
-    run: Run, source: Source, device: str, two_terms: bool, fp8_cache: bool
+    run: Run, source: Source, device: str, in_two: bool, fp8_cache: bool
 ) -> dict[str, Callable[[], Ask]]:
     """The runtimes that find needles, each as a function that loads it."""
 
@@ -50,7 +50,7 @@ def needle_runtimes(
     }
     if fp8_cache:
         made[BF16_CACHE] = lambda: fp8(bf16_cache=True)
-    if two_terms:
+    if in_two:
         made[ONE_TERM_ALONE] = lambda: fp8(first_terms=True)
     return made
 

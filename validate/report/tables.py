@@ -20,8 +20,7 @@ from ...core.columns import (
     text_column,
 )
 from ...export.engine.info import first_few
-from ...options import DYNAMIC
-from ...quantize.scales.decisions import RUN_TIME_FLAGS
+from ...quantize.scales.decisions import run_time_form
 from ..accuracy.decision import interval_text, too_short
 from ..accuracy.document import Accuracy, Divergence
 from ..accuracy.limits import BF16, FP32
@@ -43,7 +42,7 @@ def _terms(row: ModuleRow) -> str | int | None:
     if row.tail is not None:
         return f"tail of {row.tail}"
     if row.dynamic:
-        return next((form for flag, form in RUN_TIME_FLAGS.items() if getattr(row, flag)), DYNAMIC).words
+        return run_time_form(row).words
     return "BF16" if row.terms == 0 else row.terms
 
 
@@ -116,7 +115,7 @@ LOSS_COLUMNS: tuple[Column[Any], ...] = (
     text_column("tensor", "module"),
     text_column("kind"),
     number_column("KL alone", nats, "kl_nats"),
-    Column("in two terms", lambda row: row.kl_after.two_terms, nats),
+    Column("in two terms", lambda row: row.kl_after.exact, nats),
     Column("by gptq", lambda row: row.kl_after.gptq, nats),
     number_column("SQNR", decibels, "sqnr_db"),
     Column("measured", lambda row: "yes" if row.measured else None, numeric=False),

@@ -1,4 +1,4 @@
-"""Decide what to do about the loss: the cheapest mix of one term, tails, two terms and BF16, of rounding and of the
+"""Decide what to do about the loss: the cheapest mix of one term, a tail, two terms and BF16, of rounding and of the
 cache's form.
 
 choices     the choices, their cost where they are served, and a mix of them

@@ -43,7 +43,7 @@ DONE = "done"
 @dataclass(frozen=True)
 class Candidates:
     """The candidates: `groups` (GEMMs that read one tensor, by the first), `inputs` form -> GEMM -> scale, `codes` of
-    each kind, `cache` tensor -> scale (none where an FP8 cache has none), `tails` GEMM -> the rows of a `call` that
+    each kind, `cache` tensor -> scale (none where an FP8 cache has none), `of_tail` GEMM -> the rows of a `call` that
     have two terms in the form of that name.
     """
 
@@ -52,7 +52,7 @@ class Candidates:
     inputs: Mapping[GroupForm, Mapping[str, TensorScale]]
     codes: Mapping[Kind, Rounded]
     cache: Mapping[str, torch.Tensor]
-    tails: Mapping[str, Tail]
+    of_tail: Mapping[str, Tail]
     call: CallPositions
 
     @property
@@ -88,7 +88,7 @@ class Candidates:
         if form == "weights_alone":
             return x
         scale = self.inputs[form][module]
-        return gemm_input(x, scale) if scale.tail is None else input_with_tail(x, scale, self.tails[module])
+        return gemm_input(x, scale) if scale.tail is None else input_with_tail(x, scale, self.of_tail[module])
 
     def prompt(self, positions: int) -> int:
         """Return the number of a window's `positions` that the next call reads as a prompt."""

@@ -12,16 +12,17 @@ there.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ...options import BF16, DEFAULT_EXACT_TAIL, ONE, Form, Kind, KvCache, Prefer, ScaleOptions, Server
 from ...quantize.scales.decisions import CACHE_PARTS, TensorScale
-from ...quantize.scales.servers import OF_EXPERTS, computes
+from ...quantize.scales.servers import ONE_CODE_IN_EXPERTS, computes
 from ...quantize.scales.serving_cost import BF16_BYTES, BF16_OPERATIONS, SCALE_BYTES, Cost, prompt_operations
 
 #: The form of a group of GEMMs: that of their input, or `bf16` where their weights stay in BF16 too.
 GroupForm = Literal["one_term", "dynamic", "tail", "two_terms", "weights_alone", "bf16"]
 FORMS: tuple[GroupForm, ...] = get_args(GroupForm)
+TWO_TERMS: GroupForm = "two_terms"
 #: Form of a group -> the kind of its input's form, as `--form` names it; none where weights stay in BF16 too.
 KINDS: Mapping[GroupForm, Kind] = {
     "one_term": "one", "dynamic": "dynamic", "tail": "tail", "two_terms": "two", "weights_alone": "bf16",
@@ -111,14 +112,19 @@ class Mix:
     kv_cache: KvCache
     wide_cache: tuple[str, ...] = ()
 
-    def groups_in(self, form: GroupForm) -> list[str]:
-        """List the groups in this form."""
-        return [name for name, group_form in self.forms.items() if group_form == form]
+    @classmethod
+    def from_stored(cls, fields: Mapping[str, Any]) -> "Mix":
+        """Make a mix of its fields as JSON has them."""
+        return cls(**{**fields, "wide_cache": tuple(fields["wide_cache"])})
+
+    def leaves_in_bf16(self, module: str) -> bool:
+        """Tell whether the cache of the attention `module` stays in BF16 beside others in codes."""
+        return module in self.wide_cache
 
     def codes(self, tensor: str) -> bool:
         """Tell whether the cache tensor `<attention>.k` or `.v` is codes."""
         module, _, part = tensor.rpartition(".")
-        return part in CACHE_PARTS[self.kv_cache] and module not in self.wide_cache
+        return part in CACHE_PARTS[self.kv_cache] and not self.leaves_in_bf16(module)
 
 
 @dataclass(frozen=True)
@@ -200,8 +206,8 @@ def served_forms(server: Server) -> tuple[GroupForm, ...]:
 
 def limited_to(groups: Iterable[Group], server: Server, experts: Iterable[str]) -> tuple[Group, ...]:
     """Limit `groups` to the forms that `server` computes; `experts`: the modules that hold the experts of a layer."""
-    dense, kinds = served_forms(server), OF_EXPERTS.get(server)
-    of_experts = dense if kinds is None else tuple(form for form in FORMS if KINDS.get(form) in kinds)
+    dense = served_forms(server)
+    of_experts = (COARSEST,) if server in ONE_CODE_IN_EXPERTS else dense
     held = tuple(f"{layer}." for layer in experts)
     return tuple(
         replace(group, forms=of_experts if any(name.startswith(held) for name in group.weights) else dense)
@@ -209,7 +215,6 @@ def limited_to(groups: Iterable[Group], server: Server, experts: Iterable[str]) 
     )
 
 
-def members(groups: Iterable[Group], names: Iterable[str]) -> list[str]:
-    """List the GEMMs of the groups of these `names`."""
-    wanted = set(names)
-    return [member for group in groups if group.name in wanted for member in group.weights]
+def members(groups: Iterable[Group], mix: Mix, form: GroupForm) -> list[str]:
+    """List the GEMMs of the groups that `mix` has in `form`."""
+    return [member for group in groups if mix.forms.get(group.name) == form for member in group.weights]

@@ -13,7 +13,7 @@ from ...core.columns import Column, Table, count, increase, nats, number_column,
 from ...core.files import PLAIN, Strict, read_document
 from ...core.run import Run
 from ...options import DEFAULT_EXACT_TAIL, ONE, KvCache, Prefer, ScaleOptions, Server
-from .choices import Group, Mix, Shape, changes, members
+from .choices import Group, GroupForm, Mix, Shape, changes, members
 
 #: Points of the frontier that are shown; `--json` and `tune.json` have all.
 SHOWN = 12
@@ -88,17 +88,17 @@ class Recipe(Strict):
     def from_mix(cls, groups: Sequence[Group], mix: Mix) -> "Recipe":
         """Make the recipe of a mix."""
         return cls(
-            tail=members(groups, mix.groups_in("tail")),
-            two_terms=members(groups, mix.groups_in("two_terms")),
-            bf16_input=members(groups, mix.groups_in("weights_alone")),
-            skip=members(groups, mix.groups_in("bf16")),
+            tail=members(groups, mix, "tail"),
+            two_terms=members(groups, mix, "two_terms"),
+            bf16_input=members(groups, mix, "weights_alone"),
+            skip=members(groups, mix, "bf16"),
             kv_cache=mix.kv_cache,
             kv_skip=list(mix.wide_cache),
             weight_rounding=mix.rounding,
         )
 
     def over(self, before: ScaleOptions) -> ScaleOptions:
-        """The options that `fp8q scales` would be given on a run that was made with `before`; tails keep its length."""
+        """The options that `fp8q scales` would be given on a run that was made with `before`, with the tail of it."""
         return replace(
             before.in_one_form(ONE),
             two_terms=tuple(self.two_terms),
@@ -159,6 +159,10 @@ class Tuning(Strict):
         return chosen
 
 
+#: The forms whose GEMMs a point counts.
+COUNTED: tuple[GroupForm, ...] = ("tail", "two_terms", "weights_alone", "bf16")
+
+
 def point(shape: Shape, mix: Mix, kl_nats: float, measured: bool) -> Point:
     """Describe the cost of `mix` and its loss."""
     cost = shape.cost(mix)
@@ -171,10 +175,7 @@ def point(shape: Shape, mix: Mix, kl_nats: float, measured: bool) -> Point:
         weight_rounding=mix.rounding,
         kv_cache=mix.kv_cache,
         wide_cache=len(mix.wide_cache),
-        tail=len(members(shape.groups, mix.groups_in("tail"))),
-        two_terms=len(members(shape.groups, mix.groups_in("two_terms"))),
-        weights_alone=len(members(shape.groups, mix.groups_in("weights_alone"))),
-        bf16=len(members(shape.groups, mix.groups_in("bf16"))),
+        **{form: len(members(shape.groups, mix, form)) for form in COUNTED},
     )
 
 
@@ -223,16 +224,16 @@ def point_table(tuning: Tuning) -> Table[PointRow]:
     """KL against cost."""
     columns = (
         text_column("mix", "what"),
-        Column[PointRow]("KL", lambda row: row.point.kl_nats, nats),
-        Column[PointRow]("weights", lambda row: row.point.weight_bytes, size),
-        Column[PointRow]("cache", lambda row: row.point.cache_bytes, count),
-        Column[PointRow]("prefill", lambda row: row.point.prefill_flops_ratio, "{:.2f}".format),
-        Column[PointRow]("rounding", lambda row: row.point.weight_rounding, numeric=False),
+        number_column("KL", nats, "point.kl_nats"),
+        number_column("weights", size, "point.weight_bytes"),
+        number_column("cache", count, "point.cache_bytes"),
+        number_column("prefill", "{:.2f}".format, "point.prefill_flops_ratio"),
+        text_column("rounding", "point.weight_rounding"),
         Column[PointRow]("kv", lambda row: _cache(row.point), numeric=False),
-        Column[PointRow]("tail", lambda row: row.point.tail, count),
-        Column[PointRow]("two", lambda row: row.point.two_terms, count),
-        Column[PointRow]("alone", lambda row: row.point.weights_alone, count),
-        Column[PointRow]("bf16", lambda row: row.point.bf16, count),
+        number_column("tail", count, "point.tail"),
+        number_column("two", count, "point.two_terms"),
+        number_column("alone", count, "point.weights_alone"),
+        number_column("bf16", count, "point.bf16"),
     )
     return Table("KL against cost", point_rows(tuning), columns, "Nothing is quantized.")
 

@@ -11,13 +11,13 @@ from ...core.files import PLAIN, Strict, read_document
 from ...core.run import Run
 from ...options import BF16, KvCache, Server
 from ..accuracy.decision import of_100, percent
-from .choices import Group, GroupForm, Mix, input_form
+from .choices import TWO_TERMS, Group, GroupForm, Mix, input_form
 
 #: A form in words, by its name in a mix.
 WORDS: dict[GroupForm, str] = {
     "one_term": "one code",
     "dynamic": "one code, scales of tokens",
-    "two_terms": "two codes",
+    TWO_TERMS: "two codes",
     "weights_alone": BF16.words,
     "bf16": "BF16",
 }
@@ -115,7 +115,7 @@ def form_table(choice: FormChoice) -> Table[FormRow]:
         number_column("flips", share, "flips"),
         Column[FormRow]("known by", _known, numeric=False),
         number_column("weights", size, "weight_bytes"),
-        Column[FormRow]("prompt", lambda row: row.prefill_flops_ratio, "{:.2f} ×".format),
+        number_column("prompt", "{:.2f} ×".format, "prefill_flops_ratio"),
     )
     return Table(
         "Forms that the limits were held against", sorted(choice.rows, key=lambda row: row.chosen), columns, "None.",

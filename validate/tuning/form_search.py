@@ -17,7 +17,20 @@ from re import sub
 
 from ...options import ONE, KvCache, ScaleOptions
 from ...quantize.sensitivity.document import Sensitivity
-from .choices import CODES, FORMS, Group, GroupForm, Mix, Price, RoundingName, Shape, input_form, members, variant
+from .choices import (
+    CODES,
+    FORMS,
+    TWO_TERMS,
+    Group,
+    GroupForm,
+    Mix,
+    Price,
+    RoundingName,
+    Shape,
+    input_form,
+    members,
+    variant,
+)
 from .solve import Correction, Losses, Problem, same
 
 #: A mix that uses this share of what is aimed at is not made cheaper.
@@ -50,13 +63,13 @@ def group_losses(
         if loss.kind != "activation":
             continue
         read = [weights[name] for name in loss.shared_by or [loss.module] if name in weights]
-        exact = loss.kl_after.two_terms or 0.0
+        exact = loss.kl_after.exact or 0.0
         by_token = loss.kl_nats if loss.kl_after.dynamic is None else loss.kl_after.dynamic
         inputs: dict[GroupForm, float] = {
             "one_term": loss.kl_nats,
             "dynamic": by_token,
             "tail": exact,
-            "two_terms": exact,
+            TWO_TERMS: exact,
         }
         group = parts.setdefault(loss.module, {})
         for rounding in roundings:
@@ -160,12 +173,12 @@ def mix_options(groups: Sequence[Group], mix: Mix, tail: int, before: ScaleOptio
         f"{pattern}={input_form(form, tail)}"
         for form in FORMS
         if form not in (most, "bf16")
-        for pattern in patterns(members(groups, mix.groups_in(form)), names)
+        for pattern in patterns(members(groups, mix, form), names)
     ]
     return replace(
         before.in_one_form(ONE),
         form=(*every, *rules),
-        skip=(*before.skip, *patterns(members(groups, mix.groups_in("bf16")), names)),
+        skip=(*before.skip, *patterns(members(groups, mix, "bf16"), names)),
         weight_rounding=mix.rounding,  # type: ignore[arg-type]  # the names of roundings are the options'
     )
 

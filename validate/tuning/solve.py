@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ...options import KvCache
 from ...quantize.scales.decisions import CACHE_PARTS
-from .choices import CODES, FORMS, Group, GroupForm, Mix, Price, RoundingName, Shape, changes, variant
+from .choices import CODES, FORMS, TWO_TERMS, Group, GroupForm, Mix, Price, RoundingName, Shape, changes, variant
 
 #: Parts of the budget that losses are counted in.
 LEVELS = 20_000
@@ -133,7 +133,7 @@ CHANGED = 1e-9
 #: The choices for the cache of a layer: codes, or the compute type.
 CODED, IN_BF16 = "coded", "wide"
 #: Forms that cost the same, and lose nothing but the rounding of weights: a group is offered one of them.
-EXACT: tuple[GroupForm, ...] = ("two_terms", "weights_alone")
+EXACT: tuple[GroupForm, ...] = (TWO_TERMS, "weights_alone")
 #: The smallest loss whose logarithm is taken.
 SMALLEST = 1e-12
 
@@ -270,7 +270,7 @@ class Problem:
         def choice(name: str, module: str, tensors: Sequence[str]) -> Choice:
             coded = [tensor for tensor in tensors if name == CODED and tensor[-1] in parts]
             held = sum(self.shape.tensor_bytes(tensor, tensor in coded) for tensor in tensors)
-            changed = run_mix.kv_cache == kv_cache and (module in run_mix.wide_cache) != (name == IN_BF16)
+            changed = run_mix.kv_cache == kv_cache and run_mix.leaves_in_bf16(module) != (name == IN_BF16)
             price = self.price.combine(self.price.positions * held, 0) + CHANGED * changed
             return Choice(name, sum(map(self.losses.tensor, coded)), price)
 

@@ -4,7 +4,7 @@
 
 a is the E4M3 code of x / s and b that of 16 times its rounding error, under a scale s that is a power of two. Both are
 rows of one FP8 GEMM with an FP32 result, so weights are read once and the result is rounded once, to the type of x.
-The rows of b are those that `rows` gives: all, or those of decoded tokens and tails.
+The rows of b are those that `rows` gives: all, or those of decoded tokens and of the end of a prompt.
 """
 
 import torch

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fp8q.core.findings import Finding
-from fp8q.quantize.lint.check import SERVER_RULES, open_served, server_findings
+from fp8q.quantize.lint.check import SERVER_RULES, open_served
 from fp8q.quantize.lint.servers import TITLES
 
 from .conftest import Damaged
@@ -47,7 +47,7 @@ def findings_of(entry: Section, damaged: Callable[[str], Damaged]) -> list[Findi
     it = damaged(entry.form)
     exec(entry.code, {"torch": torch, "os": os, "json": json, "tensors": it.tensors, "config": it.config})
     it.save()
-    return server_findings(open_served(it.folder, entry.server, entry.version))
+    return SERVER_RULES.findings(open_served(it.folder, entry.server, entry.version))
 
 
 def test_every_rule_has_an_example_in_order() -> None:

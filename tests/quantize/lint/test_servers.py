@@ -15,7 +15,7 @@ import torch
 from fp8q import api
 from fp8q.core.errors import InputError
 from fp8q.core.run import Run
-from fp8q.quantize.lint.check import checkpoint_findings, open_served, server_findings
+from fp8q.quantize.lint.check import SERVER_RULES, checkpoint_findings, open_served
 from fp8q.quantize.lint.servers import READ, parse_version
 
 from .conftest import Damaged
@@ -28,7 +28,7 @@ def found(it: Damaged, server: Any, version: str | None = None) -> list[str]:
     """The numbers of the rules that the damaged checkpoint breaks on a server."""
     if not it.saved:
         it.save()
-    return [finding.rule for finding in server_findings(open_served(it.folder, server, version))]
+    return [finding.rule for finding in SERVER_RULES.findings(open_served(it.folder, server, version))]
 
 
 def with_cache(it: Damaged, architecture: str = "LlamaForCausalLM", strategy: str = "tensor") -> Damaged:

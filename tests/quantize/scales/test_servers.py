@@ -6,10 +6,10 @@ from typing import get_args
 
 import pytest
 
-from fp8q.options import ONE, TWO, CheckpointServer, Form, Kind, Server
+from fp8q.options import CheckpointServer, Kind, Server
 from fp8q.quantize.lint.check import SERVER_RULES
 from fp8q.quantize.lint.servers import TITLES
-from fp8q.quantize.scales.servers import OF_EXPERTS, computed, computes, need_the_plugin, taken_for_another
+from fp8q.quantize.scales.servers import ONE_CODE_IN_EXPERTS, computed, computes, need_the_plugin
 
 ROOT = Path(__file__).resolve().parents[3]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -43,17 +43,14 @@ def test_every_server_says_something_of_every_form_and_takes_it_for_one_that_it_
     for server in SERVERS:
         taken = [computed(server, kind) for kind in KINDS]
         assert all(kind is None or computes(server, kind) for kind in taken)
-    for server, kinds in OF_EXPERTS.items():
-        assert all(computes(server, kind) for kind in kinds)
+    assert all(computes(server, "one") for server in ONE_CODE_IN_EXPERTS)
 
 
 def test_second_codes_are_left_out_but_by_graphs_and_by_the_plugin() -> None:
-    forms = {"a": ONE, "b": TWO, "c": Form("tail", 8)}
-    assert {server for server in SERVERS if taken_for_another(server, forms)} == {
-        "vllm", "sglang", "transformers", "any"
-    }  # fmt: skip
-    assert taken_for_another("vllm", forms) == ["b", "c"]
-    assert computed("vllm", "tail") == "one"
+    for kind in ("two", "tail"):
+        assert {server for server in SERVERS if computed(server, kind) == "one"} == {
+            "vllm", "sglang", "transformers", "any"
+        }  # fmt: skip
     assert need_the_plugin(["one", "tail"])
     assert not need_the_plugin(["one", "dynamic", "bf16"])
 

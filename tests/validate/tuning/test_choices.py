@@ -92,7 +92,7 @@ def test_what_changes_is_told_by_groups_and_for_the_whole_model() -> None:
     assert changes(mix(), mix("bf16", rounding="gptq", kv_cache="v")) == [
         ("*", "gptq"), ("*", "kv_cache=v"), ("q", "bf16"),
     ]  # fmt: skip
-    assert members(GROUPS, ["q"]) == ["q", "k"]
+    assert members(GROUPS, mix("tail"), "tail") == ["q", "k"]
 
 
 @pytest.mark.parametrize(
