@@ -500,7 +500,7 @@ def flips_and_kl(outcome: Outcome, windows: npt.NDArray[np.intp]) -> tuple[Estim
     bootstrap, measured = Bootstrap(windows), outcome.measured[CANDIDATE]
     flips = bootstrap.interval(1.0 - measured[TOP1].astype(np.float64))
     kl = bootstrap.interval(measured[kl_from(BASELINE)].astype(np.float64))
-    return Estimate(**flips._asdict()), Estimate(**kl._asdict())
+    return flips.estimate, kl.estimate
 
 
 def _logits(model: torch.nn.Module) -> AnyForward:

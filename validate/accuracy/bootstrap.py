@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...options import LEAST_WINDOWS
+from .document import Estimate
 
 #: The share of intervals that should hold the truth, and the number of resamples.
 CONFIDENCE, DRAWS = 0.95, 2000
@@ -21,6 +22,11 @@ class MeanInterval(NamedTuple):
     mean: float
     low: float
     high: float
+
+    @property
+    def estimate(self) -> Estimate:
+        """The interval as documents have it."""
+        return Estimate(**self._asdict())
 
 
 class Bootstrap:

@@ -17,7 +17,7 @@ from ...calibrate.text.evaluation import Evaluation, first_not_finite
 from .bootstrap import Bootstrap
 from .compare import BASELINE, Logits, Outcome, TokenMeasure, WindowBatch, mean
 from .divergence import BLOCK_BYTES, NLL, Baseline, Quantity, TokenValues, Writer, joined
-from .document import AgainstStored, Estimate, NotFinite, RuntimeAccuracy, StoredDistance
+from .document import AgainstStored, NotFinite, RuntimeAccuracy, StoredDistance
 from .top_divergence import bounded_kl
 from .top_logits import TopLogits, TopTokens, joined_top, top_of_array
 
@@ -126,8 +126,8 @@ def _distances(measured: TokenValues, nll: npt.NDArray[np.float32], reference: S
         loss = nll[scored].astype(np.float64) - reference.nll[name][scored]
         least = measured[Quantity(LEAST, name)].astype(np.float64)
         rows[name] = StoredDistance(
-            nll_increase_nats=Estimate(**all_tokens.interval(loss)._asdict()),
-            kl_nats=Estimate(**top_positions.interval(least)._asdict()),
+            nll_increase_nats=all_tokens.interval(loss).estimate,
+            kl_nats=top_positions.interval(least).estimate,
             kl_most_nats=mean(measured[Quantity(MOST, name)]),
             rest=mean(measured[Quantity(REST, name)]),
             top1_agreement=mean(measured[Quantity(SAME, name)]),

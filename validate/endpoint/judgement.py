@@ -343,9 +343,9 @@ def _row(
     return RuntimeDistance(
         runtime=name,
         validated=arithmetic_of(name) == VALIDATED,
-        kl_nats=_estimate(bootstrap.interval(to_runtime.kl)) if kl else None,
+        kl_nats=bootstrap.interval(to_runtime.kl).estimate if kl else None,
         rest=float(np.nanmean(to_runtime.rest)) if kl else None,
-        flips=_estimate(bootstrap.interval(to_runtime.flips)),
+        flips=bootstrap.interval(to_runtime.flips).estimate,
         loss_difference_nats=float(np.abs(to_runtime.loss[known]).mean()) if known.any() else None,
         perplexity=float(np.exp(tops.nll[name][answers.rows].mean(dtype=np.float64))) if complete else None,
     )
@@ -354,11 +354,7 @@ def _row(
 def _perplexity(answers: LikelyTokens, bootstrap: Bootstrap) -> Estimate | None:
     if not len(answers.nll) or not np.isfinite(answers.nll).all():
         return None
-    return _estimate(MeanInterval(*(float(np.exp(nll)) for nll in bootstrap.interval(answers.nll))))
-
-
-def _estimate(interval: MeanInterval) -> Estimate:
-    return Estimate(**interval._asdict())
+    return MeanInterval(*(float(np.exp(nll)) for nll in bootstrap.interval(answers.nll))).estimate
 
 
 def other_count(answers: LikelyTokens) -> str | None:

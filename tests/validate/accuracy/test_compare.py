@@ -9,7 +9,6 @@ import pytest
 import torch
 from loaded_runtimes import compare_runtimes
 
-from fp8q.calibrate.model.scoring import overlap
 from fp8q.calibrate.text.evaluation import cut
 from fp8q.core.errors import BackendError
 from fp8q.core.reporter import SILENT
@@ -110,10 +109,6 @@ def test_one_token_in_a_hundred_has_a_kl_beyond_the_99th_percentile() -> None:
     summary = summarize_tokens(found, None)
     assert summary.kl_p99_nats == pytest.approx(99)
     assert summary.kl_mean_nats == pytest.approx(50)
-
-
-def test_the_five_likeliest_are_all_there_are_in_a_smaller_vocabulary() -> None:
-    assert overlap(torch.tensor([[3.0, 2, 1]]), torch.tensor([[1.0, 2, 3]])).tolist() == [1]
 
 
 def test_the_distance_from_fp32_is_that_of_each_and_the_baselines_own() -> None:
