@@ -7,7 +7,7 @@ validated model's where it is clearly less than `NONE` for every such runtime; i
 
 Size counts too, of KL, flips and loss (`excesses`), any of which suffices to exclude: the validated model is at most
 `FURTHER` times as far as a second runtime of its arithmetic, and the model in any arithmetic at most `FAR` times the
-largest distance between two of the run's runtimes. `docs/compare.md` has the derivation and the limits' reasons.
+largest distance between two of the run's runtimes. `docs/decisions/0060` has the derivation.
 """
 
 from collections.abc import Mapping, Sequence
