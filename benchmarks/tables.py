@@ -9,7 +9,8 @@ of a line, where Markdown would take the line for HTML; `pages/figures.py` has t
 brought up to date; without it what differs is named.
 
 A file of `pages/` has one page's tables: functions without arguments that give Markdown (`markdown.table`) from a
-result (`markdown.load`), each called as its markers are, and together in `TABLES` (what draws pictures: in `PICTURES`).
+result (`markdown.load`), each called as its markers are, and together in `TABLES` (what draws pictures: in `PICTURES`);
+tables of what was tried stand on pages of decisions, and in tuples of their own.
 A page is added by such a file, its line in `PAGES` and the markers in docs; a table by its function and its markers.
 """
 

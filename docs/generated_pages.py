@@ -134,9 +134,11 @@ def api_page() -> str:
     public = {name: getattr(api, name) for name in api.__all__}
     functions = {name: value for name, value in public.items() if inspect.isfunction(value)}
     classes = {name: value for name, value in public.items() if inspect.isclass(value)}
+    errors = [name for name, value in classes.items() if issubclass(value, Exception)]
     values = sorted(public.keys() - functions.keys() - classes.keys())
     parts = [WHO_API, "## Functions", *(described(name, value) for name, value in functions.items())]
-    parts += ["## Classes", *(described(name, value) for name, value in classes.items())]
+    parts += ["## Classes", *(described(name, value) for name, value in classes.items() if name not in errors)]
+    parts += [f"## Errors\n\n{', '.join(f'`{name}`' for name in errors)}: [their page](errors.md)."]
     results = ", ".join(f"`{name}`" for name in sorted(api.RETURNED))
     parts += [f"## Types of results\n\n`from fp8q.api import Accuracy` loads such a type:\n\n{results}"]
     parts += ["## Values\n\n" + "\n".join(f"- `{name}` = `{public[name]!r}`" for name in values)]
@@ -170,8 +172,6 @@ def shown_fields(kind: type) -> Iterator[str]:
 
 def parameters(value: Any) -> Iterator[str]:
     """The parameters of a function, or of a class's fields, with their defaults."""
-    if inspect.isclass(value) and issubclass(value, Exception):
-        return
     for parameter in inspect.signature(value).parameters.values():
         if parameter.default is parameter.empty:
             yield parameter.name

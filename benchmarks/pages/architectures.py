@@ -91,7 +91,16 @@ def unseen_architectures() -> str:
         if why := found.get("no_graph"):
             reasons.setdefault(f"a checkpoint, no graph: {_short(_without_name(why))}", []).append(_name(name))
         if "refused" in found:
-            reason = found["refused"].partition(", which fp8q does not do")[0].partition(", and fp8q does no other")[0]
+            reason = found["refused"]
+            for end in (
+                ", which fp8q does not do",
+                ", and fp8q does no other",
+                ": its weights are not",
+                ", so that its codes",
+            ):
+                reason = reason.partition(end)[0]
+            if " does not make a " in reason:
+                reason = f"transformers {version} makes no model of it that runs"
             reasons.setdefault(f"refused: {_short(_without_name(reason))}", []).append(_name(name))
         if "unmade" in found:
             reasons.setdefault(f"transformers {version} makes no model of its configuration", []).append(_name(name))
@@ -105,7 +114,7 @@ def _name(configuration: str) -> str:
 
 def _without_name(reason: str) -> str:
     """A reason without the model's name that it begins with, if it does."""
-    return reason if reason.startswith(("model/", "torch ")) else reason.partition(" ")[2]
+    return reason if reason.startswith(("transformers ", "torch ")) else reason.partition(" ")[2]
 
 
 def _short(reason: str) -> str:

@@ -1,4 +1,4 @@
-"""The tables of docs/doctor.md."""
+"""The tables of decision 19: what the checks say of healthy and of damaged models."""
 
 from collections.abc import Mapping
 from typing import Any

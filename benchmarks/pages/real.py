@@ -68,9 +68,8 @@ def share(row: Mapping[str, Any]) -> str:
 
 
 def perplexity(row: Mapping[str, Any]) -> str:
-    """The increase of perplexity with its interval."""
-    low, high = row["perplexity_interval"]
-    return f"{row['perplexity_increase']:+.2%} ({low:+.2%} to {high:+.2%})"
+    """The increase of perplexity."""
+    return f"{row['perplexity_increase']:+.2%}"
 
 
 def flips(row: Mapping[str, Any]) -> str:

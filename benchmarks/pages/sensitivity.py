@@ -1,4 +1,4 @@
-"""The table of docs/sensitivity.md."""
+"""The table of decision 18 on predicted losses: how near they are."""
 
 from markdown import load, table
 

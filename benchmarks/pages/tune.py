@@ -1,4 +1,4 @@
-"""The table of docs/tune.md."""
+"""The tables of decision 18 on mixes: how near they come, and damaged modules that they repair."""
 
 from markdown import load, table
 

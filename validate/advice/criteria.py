@@ -101,7 +101,7 @@ GEMM_ERRORS = Criterion(
     "product_errors", "relative error of the GEMM by itself", Limit(0.075, 0.15), "no GEMM runs in FP8"
 )
 #: GEMMs err by 3.7 % each, and the residual sum averages them: healthy models end below 6 %, the one of them whose
-#: heads have a size of 8 at 12 % (docs/doctor.md). 15 % is as much as 16 GEMMs' errors without that; an error of a
+#: heads have a size of 8 at 12 % (docs/decisions/0019). 15 % is as much as 16 GEMMs' errors without that; an error of a
 #: quarter is a cosine of 0.97.
 HIDDEN_STATES = Criterion(
     "hidden_states", "relative error of the layer's hidden states, the median token's", Limit(0.15, 0.25),

@@ -4,7 +4,7 @@ another prompt.
 KL, flips and loss (`excesses`) each suffice to exclude: the validated model is at most `FURTHER` times as far as a
 second runtime of its arithmetic, and the model in any arithmetic at most `FAR` times the largest distance between two
 of the run's runtimes. Of the arithmetics that this leaves the answers are in that of the nearest runtime, or of any
-that is not clearly further. `docs/compare.md` has the limits' reasons.
+that is not clearly further. `docs/decisions/0060` and `0099` have the limits' reasons.
 """
 
 from collections.abc import Mapping, Sequence
