@@ -50,8 +50,9 @@ from .options import (
 )
 from .options.settings import with_settings, with_settings_of_both
 from .quantize.codes.formats import E4M3, E4M3FNUZ, E5M2, Format
+from .quantize.scales.activation_scales import tensor_scale
 from .quantize.scales.clip import saturation, scale_of, sqnr_db, squared_error, underflow
-from .quantize.scales.decisions import load_scales, tensor_scale
+from .quantize.scales.decisions import load_scales
 from .quantize.training.training_log import read_log
 from .stages.inspect import Inspection
 from .stages.pipeline.stage import CALIBRATE_MODULES, SERVE_MODULES, needs

@@ -36,8 +36,8 @@ from fp8q.quantize.codes.encoding import code_tables, encode
 from fp8q.quantize.codes.formats import E4M3, E5M2, Format
 from fp8q.quantize.reference.fp8_model import fp8_cache
 from fp8q.quantize.reference.linear import FP8Linear, replace_linears
-from fp8q.quantize.scales.clip import scale_of
-from fp8q.quantize.scales.decisions import SMALLEST_SCALE, group_of, tensor_scale
+from fp8q.quantize.scales.activation_scales import group_of, tensor_scale
+from fp8q.quantize.scales.clip import SMALLEST_SCALE, scale_of
 from fp8q.quantize.weights.channels import channel_scales
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages.shared import sources

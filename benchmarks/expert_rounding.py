@@ -46,15 +46,15 @@ from fp8q.calibrate.text.evaluation import Evaluation, cut
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions
-from fp8q.quantize.scales.decisions import group_of
+from fp8q.quantize.scales.activation_scales import group_of
 from fp8q.quantize.scales.expert_scales import starved
+from fp8q.quantize.scales.policy import choose_scales
 from fp8q.quantize.weights.channels import QuantizedWeight, WeightScaling
 from fp8q.quantize.weights.code_sources import FloatWeight, GptqCodes, Rounding
 from fp8q.quantize.weights.gptq import Compensations
 from fp8q.quantize.weights.held_out import LEAST, gemm_error
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
-from fp8q.stages import quantize as quantize_stage
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared import sources
 from fp8q.validate.accuracy.bootstrap import Bootstrap
@@ -228,7 +228,7 @@ def measure(texts: ModelTexts, directory: Path, asked: Any, folder: Path) -> dic
         every = patch("fp8q.calibrate.measure.observe.is_held_out", lambda batch, batches: False)
         with every if name == "gptq" else nullcontext():
             measure_stage.measure(run, source, options, notes, moments=True)
-        scales = quantize_stage.choose_scales(source, load_statistics(run), sources.gemms_of(source), options)
+        scales = choose_scales(source, load_statistics(run), sources.gemms_of(source), options)
         weights = stored_weights(model, scales)
         if name == "gptq":
             made["nearest"] = rounded(run, source, replace(options, weight_rounding="nearest"), weights, judge=False)

@@ -41,8 +41,8 @@ from fp8q.options import ScaleOptions
 from fp8q.quantize.codes.encoding import code_tables, encode
 from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.reference.linear import FP8Linear, replace_linears
+from fp8q.quantize.scales.activation_scales import group_of
 from fp8q.quantize.scales.clip import saturation, scale_of, squared_error
-from fp8q.quantize.scales.decisions import group_of
 from fp8q.quantize.scales.policy import select
 from fp8q.quantize.weights.channels import channel_scales
 from fp8q.stages import corpus as corpus_stage

@@ -16,8 +16,8 @@ from result import arguments, described, publish
 from fp8q.calibrate.measure.histogram import INFINITY, Histogram, magnitudes
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics
 from fp8q.options import METHODS, Clipping
+from fp8q.quantize.scales.activation_scales import activation_scales
 from fp8q.quantize.scales.cache_scales import kv_cache_scales
-from fp8q.quantize.scales.decisions import activation_scales
 
 LIMIT_SECONDS = 10.0
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))

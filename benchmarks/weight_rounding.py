@@ -36,8 +36,10 @@ from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, WeightRounding
 from fp8q.quantize.codes.encoding import encode
 from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.scales.activation_scales import group_of
 from fp8q.quantize.scales.clip import lost_share, scale_of
-from fp8q.quantize.scales.decisions import Scales, group_of
+from fp8q.quantize.scales.decisions import Scales
+from fp8q.quantize.scales.policy import choose_scales
 from fp8q.quantize.weights.channels import WeightMethod, WeightScaling, channel_scales
 from fp8q.quantize.weights.gptq import (
     DAMPING,
@@ -50,7 +52,6 @@ from fp8q.quantize.weights.gptq import (
 from fp8q.quantize.weights.sequential import SequentialRounding, gemm_input
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
-from fp8q.stages import quantize as quantize_stage
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared import sources
 from fp8q.validate.accuracy.compare import Forward
@@ -200,7 +201,7 @@ def benchmark(run: Run, source: Source, texts: ModelTexts, options: argparse.Nam
     evaluation, chosen, measure_seconds = measured(run, source, texts, options)
     statistics = load_statistics(run)
     scales, first = (
-        quantize_stage.choose_scales(source, statistics, sources.gemms_of(source), chosen),
+        choose_scales(source, statistics, sources.gemms_of(source), chosen),
         group_of(statistics.record.groups),
     )
     model = load_model(source, torch.float32, "cpu")

@@ -21,23 +21,22 @@ from ..options import BF16, BLOCK, RescaleOptions, ScaleOptions, WeightRounding
 from ..quantize.checkpoint.writer import quantize_checkpoint
 from ..quantize.codes.blocks import SIDE
 from ..quantize.reading.inherited_scales import (
-    inherited_activations,
-    inherited_cache,
     inherited_codes,
     inherited_remarks,
+    inherited_scales,
 )
 from ..quantize.scales import expert_scales
-from ..quantize.scales.cache_scales import attentions_of, bf16_attentions, kv_cache_scales, query_scales, split_by_layer
+from ..quantize.scales.activation_scales import group_of
+from ..quantize.scales.cache_scales import query_scales
 from ..quantize.scales.clip import lost_share
 from ..quantize.scales.costliest import load_costliest, stay_reasons
-from ..quantize.scales.decisions import CACHE_PARTS, Scales, activation_scales, group_of
+from ..quantize.scales.decisions import Scales
 from ..quantize.scales.expert_scales import starved
 from ..quantize.scales.policy import (
     ModelGemms,
+    choose_scales,
     mixed_experts_warning,
     mixed_group_warning,
-    module_forms,
-    select,
     shared_input_notes,
 )
 from ..quantize.weights.channels import WeightScaling
@@ -93,7 +92,8 @@ def quantize(
     statistics = load_statistics(run)
     if options.bf16_weights:
         gemms = replace(gemms, stay={**gemms.stay, **stay_reasons(load_costliest(run), options.bf16_weights)})
-    scales, exported = choose_scales(source, statistics, gemms, options), has_graphs(run)
+    choose = inherited_scales if options.inherit else choose_scales
+    scales, exported = choose(source, statistics, gemms, options), has_graphs(run)
     if options.q_scale:
         queries, _ = load_arrays(run.require(run.queries, "queries"))
         heads = attention_heads(source.text_config)["q"] if options.kv_scale == "head" else None
@@ -359,29 +359,3 @@ def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
 def scale_options(run: Run) -> ScaleOptions:
     """Read back the options that chose the scales of `run`; the defaults after a killed run."""
     return run.options(QUANTIZE) if QUANTIZE.name in run.record().stages else ScaleOptions()
-
-
-def choose_scales(source: Source, statistics: Statistics, gemms: ModelGemms, options: ScaleOptions) -> Scales:
-    """Decide the scale and precision of every tensor in `gemms`; the weights' scales follow when they are
-    written.
-    """
-    chosen, skipped = select(gemms, options.skip, options.only)
-    parts, in_bf16 = CACHE_PARTS[options.kv_cache], bf16_attentions(options.kv_skip, attentions_of(statistics))
-    if options.inherit:
-        activations, unfit = inherited_activations(source, statistics, chosen)
-        codes, left = split_by_layer(inherited_cache(source, statistics, parts), in_bf16)
-        return Scales(weights={}, activations=activations, kv_cache=codes, wide_cache=left, skipped=skipped | unfit)
-    groups, few = statistics.record.groups.values(), starved(statistics, options.min_expert_tokens)
-    forms = module_forms(options, gemms, chosen, groups)
-    coded = {module: form for module, form in forms.items() if form != BF16}
-    activations, unfit = activation_scales(statistics, coded, options.clip, forms=coded, starved=few)
-    heads = attention_heads(source.text_config) if options.kv_scale == "head" else {}
-    codes, left = split_by_layer(kv_cache_scales(statistics, options.clip, parts, in_bf16, heads), in_bf16)
-    return Scales(
-        weights={},
-        activations=activations,
-        kv_cache=codes,
-        wide_cache=left,
-        skipped=skipped | unfit,
-        bf16_inputs=[module for module in chosen if module not in coded],
-    )

@@ -32,10 +32,12 @@ from ..core.reporter import SILENT
 from ..core.run import Run
 from ..core.run_writer import WorkFolder
 from ..options import BLOCK, DYNAMIC, ScaleOptions, TuneOptions, ValidateOptions
+from ..quantize.reading.inherited_scales import inherited_scales
 from ..quantize.reference.fp8_model import experts_around, load_reference
 from ..quantize.reference.linear import CallPositions, Tail
 from ..quantize.scales.cache_scales import kv_cache_scales
 from ..quantize.scales.decisions import CACHE_PARTS, Scales, TensorScale, load_scales
+from ..quantize.scales.policy import choose_scales
 from ..quantize.sensitivity.document import Predicted
 from ..quantize.sensitivity.gradients import summed
 from ..quantize.weights.rounding_progress import Rounded
@@ -76,7 +78,7 @@ from .measure import measure
 from .other_text import evaluation
 from .pipeline.stage import NO_FACTS, Key, Notes, alone, arithmetic, device
 from .pipeline.stages import MEASURE, QUANTIZE, TUNE
-from .quantize import choose_scales, compensations_of, quantize
+from .quantize import compensations_of, quantize
 from .shared.adapters import note_base_alone
 from .shared.model_files import checked_model, export_options
 from .shared.progress import Saved
@@ -197,7 +199,8 @@ def _candidates(
     read = [tuple(name for name in members if name in scales.weights) for members in statistics.record.groups.values()]
     gemms, inputs = gemms_of(source, options), dict["GroupForm", "Mapping[str, TensorScale]"]()
     for form, asked in options_of(options, source.max_positions).items():
-        inputs[form] = choose_scales(source, statistics, gemms, asked).activations
+        choose = inherited_scales if asked.inherit else choose_scales
+        inputs[form] = choose(source, statistics, gemms, asked).activations
     roundings = ROUNDINGS if _can_compensate(run, notes) else ROUNDINGS[:1]
     codes: dict[Kind, Rounded] = {}
     for rounding in roundings:

@@ -107,7 +107,7 @@ import numpy as np
 from fp8q.calibrate.measure.histogram import Histogram
 from fp8q.core.errors import InputError
 from fp8q.options import Clipping
-from fp8q.quantize.scales.decisions import tensor_scale
+from fp8q.quantize.scales.activation_scales import tensor_scale
 
 one_and_896 = Histogram(np.array([0x3F80, 0x4460], np.int16), np.array([3, 1], np.int64))
 scale = tensor_scale(one_and_896, Clipping("fraction", amax_fraction=0.5))

@@ -18,7 +18,8 @@ from ...core.files import clone_file, write_document
 from ...core.reporter import Reporter
 from ...options import Clipping
 from ..codes.formats import INT8
-from ..scales.decisions import Scales, activation_scales
+from ..scales.activation_scales import activation_scales
+from ..scales.decisions import Scales
 from ..weights.channels import WeightScaling
 from ..weights.code_sources import Rounding
 from .narrowing import CAST, Narrowing

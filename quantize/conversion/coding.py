@@ -20,8 +20,7 @@ from ...core.errors import InputError
 from ..codes.blocks import SIDE
 from ..codes.encoding import CODE, round_quotients
 from ..codes.formats import E4M3
-from ..scales.clip import scale_of
-from ..scales.decisions import SMALLEST_SCALE
+from ..scales.clip import SMALLEST_SCALE, scale_of
 
 Float32s = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]

@@ -25,7 +25,7 @@ from ...calibrate.checkpoint.weights import TensorHeader
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
 from ...core.headers import read_header
-from ..scales.decisions import SMALLEST_SCALE
+from ..scales.clip import SMALLEST_SCALE
 from ..weights.channels import QuantizedWeight, inherited_summary
 from ..weights.code_sources import FloatWeight
 from .fp8_tensors import CACHE_SCALES, INPUT_SCALES, Checkpoint, Codes, Located, cache_parts, sound_tensors

@@ -18,7 +18,10 @@ from ...core.errors import InputError
 from ...options import Clipping, ScaleOptions
 from ...options.declare import first_changed
 from ..codes.formats import E4M3
-from ..scales.decisions import CACHE_PARTS, INHERITED, Scales, Skipped, TensorScale, described, group_of, unfit
+from ..scales.activation_scales import described, group_of, unfit
+from ..scales.cache_scales import attentions_of, bf16_attentions, split_by_layer
+from ..scales.decisions import CACHE_PARTS, INHERITED, Scales, Skipped, TensorScale
+from ..scales.policy import ModelGemms, select
 from .dequantized import FP8Source, InheritedCodes, fp8_source
 
 
@@ -68,6 +71,15 @@ def check_inherit(source: Source, modules: Iterable[str], attentions: Iterable[s
                 f"{source.name} has one scale a {stored} of the cache of {name}",
                 f"give --kv-scale {stored}, or leave --inherit out, and they are measured",
             )
+
+
+def inherited_scales(source: Source, statistics: Statistics, gemms: ModelGemms, options: ScaleOptions) -> Scales:
+    """Take the scales of `source` for every tensor in `gemms`; the weights' scales follow when they are written."""
+    chosen, skipped = select(gemms, options.skip, options.only)
+    parts, in_bf16 = CACHE_PARTS[options.kv_cache], bf16_attentions(options.kv_skip, attentions_of(statistics))
+    activations, without_scale = inherited_activations(source, statistics, chosen)
+    codes, left = split_by_layer(inherited_cache(source, statistics, parts), in_bf16)
+    return Scales(weights={}, activations=activations, kv_cache=codes, wide_cache=left, skipped=skipped | without_scale)
 
 
 def inherited_activations(

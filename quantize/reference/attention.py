@@ -31,7 +31,8 @@ from ...core.errors import InputError
 from ...options import Accumulator, ScaleOptions
 from ..codes.encoding import code_values, two_code_values
 from ..codes.formats import TWO_TERMS
-from ..scales.decisions import GRIDS, PROBABILITY_SCALES, AttentionScales, TensorScale, tensor_scale, unfit
+from ..scales.activation_scales import tensor_scale, unfit
+from ..scales.decisions import GRIDS, PROBABILITY_SCALES, AttentionScales, TensorScale
 from .adder import accumulated_gemm
 
 #: The name under which transformers knows this attention.

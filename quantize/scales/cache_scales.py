@@ -19,8 +19,9 @@ from ...calibrate.measure.statistics import Statistics, TensorStatistics
 from ...core.errors import InputError
 from ...options import Clipping
 from ..codes.formats import E4M3
-from .clip import scale_of
-from .decisions import SMALLEST_SCALE, TensorScale, described, scale_with_margin, tensor_scale, unfit
+from .activation_scales import described, scale_with_margin, tensor_scale, unfit
+from .clip import SMALLEST_SCALE, scale_of
+from .decisions import TensorScale
 
 
 def bf16_attentions(patterns: Sequence[str], attentions: Iterable[str]) -> list[str]:

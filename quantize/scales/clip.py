@@ -284,6 +284,10 @@ def powers_alone(format: Grid, grid: ScaleGrid) -> bool:
 
 #: The largest power of two of which every code is a BF16 number.
 LARGEST_POWER = power_of_two_ceil(magnitudes(INFINITY - 1) / np.float32(E4M3.max)) / np.float32(2)
+#: Scales below the smallest normal BF16 number are flushed to zero by some hardware.
+SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
+#: The scale of BF16's largest number.
+LARGEST_SCALE = float(scale_of(magnitudes(INFINITY - 1), E4M3))
 
 
 def amax_in_use(amax_batches: Float32s, clipping: Clipping) -> Float32s:

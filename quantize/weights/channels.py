@@ -16,8 +16,8 @@ from ...options import WeightRounding
 from ..codes.blocks import SIDE, block_values, spread_scales, weight_blocks
 from ..codes.encoding import ENCODERS
 from ..codes.formats import E4M3, Grid
-from ..scales.clip import ratio_db, scale_of
-from ..scales.decisions import INHERITED, SMALLEST_SCALE, HeldOutError, Skipped, WeightScales
+from ..scales.clip import SMALLEST_SCALE, ratio_db, scale_of
+from ..scales.decisions import INHERITED, HeldOutError, Skipped, WeightScales
 from .gptq import Compensation, gptq_codes
 from .held_out import compared_with_nearest
 from .mse import mse_scales

@@ -15,8 +15,7 @@ import torch
 
 from ...options import WeightMethod
 from ..codes.formats import E4M3
-from ..scales.clip import scale_of
-from ..scales.decisions import SMALLEST_SCALE
+from ..scales.clip import SMALLEST_SCALE, scale_of
 from .mse import mse_scale
 
 

@@ -17,8 +17,9 @@ from fp8q.calibrate.model.source import open_source
 from fp8q.core.errors import InputError
 from fp8q.core.run import Run
 from fp8q.options import PRESETS, CalibrateOptions, DistillOptions, RescaleOptions
+from fp8q.quantize.scales.activation_scales import group_of
 from fp8q.quantize.scales.clip import lost_share
-from fp8q.quantize.scales.decisions import group_of, load_scales
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.weights.gptq import WEIGHED_SHRINKAGE, compensation, gptq_codes
 from fp8q.stages import first_tokens as stage
 from fp8q.stages import preflight

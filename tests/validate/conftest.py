@@ -32,9 +32,10 @@ from fp8q.core.run import Run
 from fp8q.core.run_writer import RunWriter
 from fp8q.options import Clipping
 from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.scales.activation_scales import activation_scales
 from fp8q.quantize.scales.cache_scales import kv_cache_scales
 from fp8q.quantize.scales.clip import scale_of
-from fp8q.quantize.scales.decisions import Scales, Skipped, WeightScales, activation_scales
+from fp8q.quantize.scales.decisions import Scales, Skipped, WeightScales
 from fp8q.validate.accuracy.document import save_accuracy
 
 KNOWN = np.array([448.0, 1, 1, 1, 2**-11, 2**-11, 2**-11, 2**-11], np.float32)

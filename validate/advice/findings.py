@@ -16,8 +16,9 @@ from ...calibrate.measure.statistics import Statistics, TensorStatistics
 from ...core.errors import InputError
 from ...options import Clipping
 from ...quantize.codes.formats import E4M3
+from ...quantize.scales.activation_scales import group_of, tensor_scale, unfit
 from ...quantize.scales.clip import largest_jump, measured, saturated_batches, saturation
-from ...quantize.scales.decisions import Scales, TensorScale, group_of, tensor_scale, unfit
+from ...quantize.scales.decisions import Scales, TensorScale
 from . import criteria
 from .criteria import Criterion
 

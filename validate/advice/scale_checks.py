@@ -26,6 +26,7 @@ from ...quantize.lint.check import RULES
 from ...quantize.reading.fp8_tensors import open_checkpoint
 from ...quantize.reading.quantization_config import read_by_fp8q_alone
 from ...quantize.reading.run_checkpoint import stored_arrays
+from ...quantize.scales.activation_scales import group_of
 from ...quantize.scales.clip import (
     clip_mse,
     largest_jump,
@@ -36,7 +37,7 @@ from ...quantize.scales.clip import (
     sqnr_db,
     underflow,
 )
-from ...quantize.scales.decisions import Scales, TensorScale, group_of
+from ...quantize.scales.decisions import Scales, TensorScale
 from . import criteria
 from .checkup import Check, Remedies, graded, unknown
 from .findings import unmeasured

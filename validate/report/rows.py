@@ -17,7 +17,8 @@ from ...core.run import Run
 from ...export.engine.info import engine_stage, load_engines
 from ...options import BF16, BLOCK, Precision
 from ...quantize.codes.formats import CODE_DTYPE, CodeGrid
-from ...quantize.scales.decisions import GRIDS, INHERITED, Scales, TensorScale, WeightScales, group_of, load_scales
+from ...quantize.scales.activation_scales import group_of
+from ...quantize.scales.decisions import GRIDS, INHERITED, Scales, TensorScale, WeightScales, load_scales
 from ..advice.findings import converged_after, outlier_channels
 
 #: The description of the cache, by the parts of it that are codes.

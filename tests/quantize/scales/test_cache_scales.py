@@ -13,9 +13,9 @@ from fp8q.calibrate.measure.statistics import TensorStatistics
 from fp8q.core.errors import InputError
 from fp8q.options import METHODS, Clipping
 from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.scales.activation_scales import unfit
 from fp8q.quantize.scales.cache_scales import query_scales, scaled_by_head
-from fp8q.quantize.scales.clip import bf16_ceil
-from fp8q.quantize.scales.decisions import SMALLEST_SCALE, unfit
+from fp8q.quantize.scales.clip import SMALLEST_SCALE, bf16_ceil
 
 
 def observed(values: npt.NDArray[np.float32]) -> TensorStatistics:

@@ -8,7 +8,7 @@ import pytest
 from fp8q.calibrate.measure.histogram import Histogram
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics
 from fp8q.options import Clipping
-from fp8q.quantize.scales.decisions import activation_scales
+from fp8q.quantize.scales.activation_scales import activation_scales
 from fp8q.quantize.scales.expert_scales import starved, starved_remarks
 
 PRODUCTS = [f"mlp.experts.{number}.down_proj" for number in range(4)]

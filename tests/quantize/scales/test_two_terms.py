@@ -16,6 +16,7 @@ from fp8q.quantize.codes.encoding import CODE, code_tables, encode_two
 from fp8q.quantize.codes.formats import E4M3, TWO_TERMS
 from fp8q.quantize.reference.attention import attention_on_codes
 from fp8q.quantize.reference.linear import FP8Linear
+from fp8q.quantize.scales.activation_scales import tensor_scale
 from fp8q.quantize.scales.clip import (
     FROM_HISTOGRAM,
     LARGEST_POWER,
@@ -26,7 +27,7 @@ from fp8q.quantize.scales.clip import (
     squared_error,
     underflow,
 )
-from fp8q.quantize.scales.decisions import PROBABILITY_SCALES, TensorScale, tensor_scale
+from fp8q.quantize.scales.decisions import PROBABILITY_SCALES, TensorScale
 from fp8q.stages.export import check_dtype
 
 #: Every finite BF16 number that is not negative, float32.

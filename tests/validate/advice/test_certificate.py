@@ -21,7 +21,8 @@ from fp8q.calibrate.measure.statistics import (
 )
 from fp8q.core.run import Run
 from fp8q.options import METHODS, Clipping
-from fp8q.quantize.scales.decisions import Scales, WeightScales, activation_scales
+from fp8q.quantize.scales.activation_scales import activation_scales
+from fp8q.quantize.scales.decisions import Scales, WeightScales
 from fp8q.validate.advice.certificate import (
     HARMLESS,
     Certificate,

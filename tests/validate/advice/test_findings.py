@@ -17,8 +17,9 @@ from fp8q.calibrate.measure.statistics import (
 )
 from fp8q.core.errors import InputError
 from fp8q.options import TWO, Clipping
+from fp8q.quantize.scales.activation_scales import activation_scales
 from fp8q.quantize.scales.cache_scales import kv_cache_scales, scaled_by_head
-from fp8q.quantize.scales.decisions import Scales, activation_scales
+from fp8q.quantize.scales.decisions import Scales
 from fp8q.validate.advice.findings import (
     AgainstRow,
     DelayedRow,

@@ -11,7 +11,8 @@ import torch
 from fp8q.calibrate.measure.histogram import Histogram
 from fp8q.calibrate.model.decoder import Layers
 from fp8q.options import Clipping
-from fp8q.quantize.scales.decisions import Scales, TensorScale, tensor_scale
+from fp8q.quantize.scales.activation_scales import tensor_scale
+from fp8q.quantize.scales.decisions import Scales, TensorScale
 from fp8q.validate.advice import criteria, model_checks
 from fp8q.validate.advice.activation_watch import LargestValues
 from fp8q.validate.advice.checkup import Check, Remedies, verdict_of

@@ -11,7 +11,8 @@ from fp8q.calibrate.measure.histogram import Histogram
 from fp8q.core.run import Run
 from fp8q.options import Clipping
 from fp8q.quantize.checkpoint.hf_layout import UNLOADABLE
-from fp8q.quantize.scales.decisions import Scales, WeightScales, tensor_scale
+from fp8q.quantize.scales.activation_scales import tensor_scale
+from fp8q.quantize.scales.decisions import Scales, WeightScales
 from fp8q.validate.advice import criteria
 from fp8q.validate.advice.checkup import Check, Remedies, graded, verdict_of, worst_first
 from fp8q.validate.advice.criteria import Criterion, Limit

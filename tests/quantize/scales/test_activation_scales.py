@@ -9,8 +9,9 @@ from fp8q.calibrate.measure.histogram import Histogram
 from fp8q.core.errors import InputError
 from fp8q.options import METHODS, Clipping, ScaleOptions
 from fp8q.quantize.codes.formats import E4M3
-from fp8q.quantize.scales.clip import power_of_two_ceil, scale_of, squared_error
-from fp8q.quantize.scales.decisions import LARGEST_SCALE, SMALLEST_SCALE, TensorScale, tensor_scale
+from fp8q.quantize.scales.activation_scales import tensor_scale
+from fp8q.quantize.scales.clip import LARGEST_SCALE, SMALLEST_SCALE, power_of_two_ceil, scale_of, squared_error
+from fp8q.quantize.scales.decisions import TensorScale
 
 BATCHES = np.array([1.0, 3.0, 2.0], np.float32)
 
