@@ -101,9 +101,10 @@ def quantize(
     with QUANTIZE.writing(run, key, notes) as log:
         codes = CachedCodes(known.rounded) if known.rounded else None
         with _rounding(run, source, scales, key, notes, codes) as rounding, replacing(run.model) as partial:
-            scales = quantize_checkpoint(source, partial, scales, rounding, notes, gemms.no_graph)
+            weights = quantize_checkpoint(source, partial, scales, rounding, notes, gemms.no_graph)
             if exported:
                 carry_graphs(run, partial)
+        scales = scales.with_weights(weights)
         write_document(run.scales, scales)
         _note_choices(source, statistics, scales, options, notes)
         log.outputs += [

@@ -60,6 +60,7 @@ def write_int8(
     """
     activations, unfit = activation_scales(statistics, fp8.weights, clipping, INT8)
     chosen = Scales(format="int8", weights={}, activations=activations, skipped=fp8.skipped | unfit)
-    done = quantize_checkpoint(source, directory, chosen, Rounding(WeightScaling("amax"), format=INT8), report)
+    rounding = Rounding(WeightScaling("amax"), format=INT8)
+    done = chosen.with_weights(quantize_checkpoint(source, directory, chosen, rounding, report))
     write_document(directory / "scales.json", done)
     return done

@@ -1,5 +1,6 @@
 """`scales.json`: each tensor's decision, or why its module stays in BF16; `attention.json`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -207,6 +208,18 @@ class Scales(Strict):
             module: Scheme(weight.granularity or "channel", forms[module]) for module, weight in self.weights.items()
         }
         return quantized | {module: Scheme(None, BF16, skipped.reason) for module, skipped in self.skipped.items()}
+
+    def with_weights(self, decisions: Mapping[str, WeightScales | Skipped]) -> "Scales":
+        """Fill in the weights that were written, by module; a module whose weight has no scale moves to `skipped`."""
+        weights = {module: scales for module, scales in decisions.items() if isinstance(scales, WeightScales)}
+        skipped = {module: reason for module, reason in decisions.items() if isinstance(reason, Skipped)}
+        update = {
+            "weights": {module: weights[module] for module in self.modules if module in weights},
+            "activations": {module: scale for module, scale in self.activations.items() if module in weights},
+            "bf16_inputs": [module for module in self.bf16_inputs if module in weights],
+            "skipped": self.skipped | skipped,
+        }
+        return self.model_copy(update=update)
 
     def in_form(self, *forms: Form) -> list[str]:
         """List the `modules` whose input has one of `forms`."""
