@@ -21,7 +21,7 @@ from ..codes.formats import INT8
 from ..scales.activation_scales import activation_scales
 from ..scales.decisions import Scales
 from ..weights.channels import WeightScaling
-from ..weights.code_sources import Rounding
+from ..weights.code_sources import NearestCodes, Rounding
 from .hf_layout import hf_layout_of
 from .narrowing import CAST, Narrowing
 from .ties import ties_of
@@ -61,7 +61,9 @@ def write_int8(
     """
     activations, unfit = activation_scales(statistics, fp8.weights, clipping, INT8)
     chosen = Scales(format="int8", weights={}, activations=activations, skipped=fp8.skipped | unfit)
+    scaling = WeightScaling("amax")
+    rounding = Rounding(scaling, (NearestCodes(scaling, INT8),))
     layout = hf_layout_of(source, chosen)
-    done = quantize_checkpoint(source, directory, chosen, Rounding(WeightScaling("amax"), format=INT8), layout, report)
+    done = chosen.with_weights(quantize_checkpoint(source, directory, chosen, rounding, layout, report))
     write_document(directory / "scales.json", done)
     return done

@@ -74,12 +74,13 @@ def quantize_checkpoint(
     rounding: Rounding,
     layout: HfLayout,
     report: Reporter,
-) -> Scales:
-    """Write the checkpoint of `source` to `directory` (new) in `layout`; return `scales` with the weights filled in.
+) -> dict[str, WeightScales | Skipped]:
+    """Write the checkpoint of `source` to `directory` (new) in `layout`.
 
-    `scales.modules` are the modules to quantize; one whose weight has no scale moves to `skipped`. Codes are of
-    `scales.format`; an INT8 checkpoint is only for the graph beside it (`baselines`), and has no tokenizer and no model
-    card. Raises InputError when the source stores a module's weight under another name than transformers does.
+    `scales.modules` are the modules to quantize; returns the scales of the weight of each, or the reason why it has
+    none. Codes are of `scales.format`; an INT8 checkpoint is only for the graph beside it (`baselines`), and has no
+    tokenizer and no model card. Raises InputError when the source stores a module's weight under another name than
+    transformers does.
     """
     weights = source.weights()
     modules = {source.stored(f"{module}.weight"): module for module in scales.modules}
@@ -95,22 +96,13 @@ def quantize_checkpoint(
     narrowing = Narrowing(source, weights)
     writer = ShardWriter(directory, layout.ties.renamed)
     quantizer = ModuleQuantizer(layout, scales, rounding)
-    summaries, skipped = _write_tensors(writer, narrowing, modules, quantizer, report)
+    decisions = _write_tensors(writer, narrowing, modules, quantizer, report)
     _write_caches(writer, directory, layout, scales)
     writer.close()
-    done = Scales(
-        format=scales.format,
-        weights={module: summaries[module] for module in scales.modules if module in summaries},
-        activations={module: scale for module, scale in scales.activations.items() if module in summaries},
-        kv_cache=scales.kv_cache,
-        wide_cache=scales.wide_cache,
-        queries=scales.queries,
-        skipped=scales.skipped | skipped,
-        bf16_inputs=[module for module in scales.in_form(BF16) if module in summaries],
-    )
+    done = scales.with_weights(decisions)
     if scales.format == "int8":
         write_config(source, directory, INTEGERS, layout.ties)
-        return done
+        return decisions
     tokenized = _write_companions(source, directory, done, layout)
     remarks = (
         narrowing.remark,
@@ -125,7 +117,7 @@ def quantize_checkpoint(
     )
     for remark in filter(None, remarks):
         report.note(remark)
-    return done
+    return decisions
 
 
 def _write_tensors(
@@ -134,13 +126,12 @@ def _write_tensors(
     modules: Mapping[str, str],
     quantizer: "ModuleQuantizer",
     report: Reporter,
-) -> tuple[dict[str, WeightScales], dict[str, Skipped]]:
+) -> dict[str, WeightScales | Skipped]:
     """Write every tensor that `narrowing` reads, those of `modules` (stored name -> module) as codes and scales.
 
-    Returns the weight scales of the quantized modules, and the reasons of those that stay in BF16.
+    Returns the weight scales of each of `modules`, or the reason why it stays in BF16.
     """
-    summaries: dict[str, WeightScales] = {}
-    skipped: dict[str, Skipped] = {}
+    decisions: dict[str, WeightScales | Skipped] = {}
     expert_scales: dict[str, torch.Tensor] = {}
     names = narrowing.weights.names()
     with report.track("Quantizing weights", len(names), "tensors") as advance:
@@ -148,10 +139,10 @@ def _write_tensors(
             if module := modules.get(name):
                 decision = quantizer.tensors(module, partial(narrowing.tensor, name))
                 if isinstance(decision, Skipped):
-                    skipped[module] = decision
+                    decisions[module] = decision
                     writer.add(name, narrowing.tensor(name))
                 else:
-                    summaries[module], tensors = decision
+                    decisions[module], tensors = decision
                     if module in quantizer.layout.experts:
                         expert_scales |= {key: tensors.pop(key) for key in [*tensors] if key.endswith(".input_scale")}
                     for key, tensor in tensors.items():
@@ -161,7 +152,7 @@ def _write_tensors(
             advance(1)
     if expert_scales:
         save_file(expert_scales, writer.directory / EXPERT_FILE, metadata={"format": "pt"})
-    return summaries, skipped
+    return decisions
 
 
 def _write_caches(writer: "ShardWriter", directory: Path, layout: HfLayout, scales: Scales) -> None:

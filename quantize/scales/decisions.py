@@ -1,14 +1,15 @@
 """`scales.json`: each tensor's decision, or why its module stays in BF16; `attention.json`."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from ...core.errors import InputError
-from ...core.files import RESTORE, Strict, read_document
+from ...core.files import RESTORE, FirstSchema, Strict, read_document
 from ...core.run import Run
 from ...options import BF16, BLOCK, DYNAMIC, ONE, TWO, Form, KvCache
 from ..codes.formats import E4M3, TWO_TERMS, CodeGrid
@@ -180,7 +181,7 @@ class Scales(Strict):
     `bf16_inputs`.
     """
 
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_: FirstSchema = 1
     format: Literal["e4m3", "int8"] = "e4m3"
     weights: dict[str, WeightScales]
     activations: dict[str, TensorScale]
@@ -218,6 +219,18 @@ class Scales(Strict):
             module: Scheme(weight.granularity or "channel", forms[module]) for module, weight in self.weights.items()
         }
         return quantized | {module: Scheme(None, BF16, skipped.reason) for module, skipped in self.skipped.items()}
+
+    def with_weights(self, decisions: Mapping[str, WeightScales | Skipped]) -> "Scales":
+        """Fill in the weights that were written, by module; a module whose weight has no scale moves to `skipped`."""
+        weights = {name: decisions[name] for name in self.modules if isinstance(decisions.get(name), WeightScales)}
+        skipped = {module: reason for module, reason in decisions.items() if module not in weights}
+        update = {
+            "weights": weights,
+            "activations": {module: scale for module, scale in self.activations.items() if module in weights},
+            "bf16_inputs": [module for module in self.bf16_inputs if module in weights],
+            "skipped": self.skipped | skipped,
+        }
+        return self.model_copy(update=update)
 
     def in_form(self, *forms: Form) -> list[str]:
         """List the `modules` whose input has one of `forms`."""
@@ -270,7 +283,7 @@ class AttentionScales(Strict):
     stand for a query or a probability.
     """
 
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_: FirstSchema = 1
     tensors: dict[str, TensorScale]
     terms: Literal[1, 2] = 1
     probabilities: float = PROBABILITY_SCALES[1]
