@@ -29,7 +29,8 @@ from fp8q.quantize.conversion.rules import load_rules
 from fp8q.quantize.conversion.selection import select_tensors
 from fp8q.quantize.conversion.shards import CheckpointWriter
 from fp8q.quantize.scales.decisions import Scales
-from fp8q.quantize.weights.channels import Rounding, WeightScaling
+from fp8q.quantize.weights.channels import WeightScaling
+from fp8q.quantize.weights.code_sources import Rounding
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "demo" / "checkpoint"
