@@ -41,10 +41,7 @@ EXPERTS = 4
 TRAINED = 64
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(case, marks=pytest.mark.quick if case == "qwen2_moe" else ()) for case in CASES],
-)
+@pytest.fixture(scope="module", params=CASES)
 def run(
     request: pytest.FixtureRequest, made_once: MadeOnce, keeping_graphs: KeepingGraphs, demo_texts: Texts,
     shared_checkpoint: Callable[[str], Path],

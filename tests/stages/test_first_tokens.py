@@ -57,6 +57,7 @@ def checkpoint_digests(run: Run) -> dict[str, str]:
     return {name: digest for name, digest in outputs.items() if name.endswith(".safetensors")}
 
 
+@pytest.mark.slow
 def test_first_tokens_enter_moments_as_often_as_their_weight(
     weighed: Run, calibrated: Callable[..., Run], demo_checkpoint: Path
 ) -> None:
@@ -81,6 +82,7 @@ def test_first_tokens_enter_moments_as_often_as_their_weight(
     assert checkpoint_digests(weighed) != checkpoint_digests(equal)
 
 
+@pytest.mark.slow
 def test_scales_weighs_first_tokens_of_a_run_that_was_calibrated_without(
     weighed: Run, calibrated: Callable[..., Run]
 ) -> None:
@@ -92,6 +94,7 @@ def test_scales_weighs_first_tokens_of_a_run_that_was_calibrated_without(
     assert checkpoint_digests(run) == checkpoint_digests(calibrated())
 
 
+@pytest.mark.slow
 def test_codes_are_learned_of_all_that_the_preset_exact_chooses(calibrated: Callable[..., Run]) -> None:
     run = calibrated(**PRESETS["exact"])
     api.distill(run.root, options=DistillOptions(epochs=1))
