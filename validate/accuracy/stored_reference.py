@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...calibrate.model.scoring import log_softmax_of_array
+from ...calibrate.measure.scoring import log_softmax_of_array
 from .bootstrap import Bootstrap
 from .compare import BASELINE, Logits, Outcome, TokenMeasure, WindowBatch, mean
 from .divergence import BLOCK_BYTES, NLL, Baseline, Quantity, TokenValues, Writer, joined
