@@ -34,9 +34,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fp8q.api import ValidateOptions, calibrate, validate
 from fp8q.calibrate.measure.measurement import Measurement, measure_in_memory
+from fp8q.calibrate.measure.scoring import divergences, log_softmax
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
 from fp8q.calibrate.model import bf16_gemms
-from fp8q.calibrate.model.scoring import divergences, log_softmax
 from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.core.reporter import SILENT
 from fp8q.options import CalibrateOptions

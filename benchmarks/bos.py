@@ -36,9 +36,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from fp8q.calibrate.measure.histogram import Histogram
 from fp8q.calibrate.measure.observe import Watch, probe_groups
+from fp8q.calibrate.measure.scoring import log_softmax, losses
 from fp8q.calibrate.measure.statistics import TensorStatistics
 from fp8q.calibrate.model.gemms import observed_gemms
-from fp8q.calibrate.model.scoring import log_softmax, losses
 from fp8q.calibrate.text.corpus import encode_texts, windows
 from fp8q.calibrate.text.evaluation import cut
 from fp8q.calibrate.text.packing import prefix_of

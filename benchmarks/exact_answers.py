@@ -30,7 +30,7 @@ from result import described, publish
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
-from fp8q.calibrate.model.scoring import divergences, log_softmax
+from fp8q.calibrate.measure.scoring import divergences, log_softmax
 from fp8q.core.run import Run
 from fp8q.options import Clipping, KvCache, Terms, WeightRounding
 from fp8q.quantize.codes.encoding import code_tables

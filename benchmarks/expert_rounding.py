@@ -36,10 +36,10 @@ from transformers import PreTrainedModel
 from weight_rounding import changed, stored_weights
 
 from fp8q.calibrate.measure.held_out import EVERY, HeldOutTokens, input_name
+from fp8q.calibrate.measure.scoring import divergences, losses
 from fp8q.calibrate.measure.statistics import coverage, load_statistics
 from fp8q.calibrate.model.expert_modules import experts_of
 from fp8q.calibrate.model.gemms import observed_gemms
-from fp8q.calibrate.model.scoring import divergences, losses
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus

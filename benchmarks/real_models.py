@@ -39,7 +39,7 @@ from torch import nn
 from transformers import AutoTokenizer, Cache
 
 from fp8q.api import CalibrateOptions, ExportOptions, calibrate
-from fp8q.calibrate.model.scoring import divergences, log_softmax, losses
+from fp8q.calibrate.measure.scoring import divergences, log_softmax, losses
 from fp8q.calibrate.model.source import load_model
 from fp8q.calibrate.text.packing import Packing
 from fp8q.core.run import Run

@@ -25,7 +25,7 @@ from models import ModelTexts, model_arguments, small_models
 from result import described, publish
 
 from fp8q.api import CalibrateOptions, SensitivityOptions, calibrate, sensitivity
-from fp8q.calibrate.model.scoring import log_softmax
+from fp8q.calibrate.measure.scoring import log_softmax
 from fp8q.core.run import Run
 from fp8q.quantize.sensitivity.document import Loss, Sensitivity
 from fp8q.stages.corpus import load_tokens

@@ -18,7 +18,7 @@ import torch
 from models import ModelTexts, main_of
 
 from fp8q.api import CalibrateOptions, calibrate
-from fp8q.calibrate.model.scoring import log_softmax_of_array
+from fp8q.calibrate.measure.scoring import log_softmax_of_array
 from fp8q.calibrate.text.evaluation import cut
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of

@@ -27,7 +27,7 @@ from result import described, publish
 from transformers.cache_utils import DynamicLayer
 
 from fp8q.api import CalibrateOptions, calibrate
-from fp8q.calibrate.model.scoring import divergences, losses
+from fp8q.calibrate.measure.scoring import divergences, losses
 from fp8q.core.run import Run
 from fp8q.options import KvCache
 from fp8q.quantize.codes.encoding import CODE, encode

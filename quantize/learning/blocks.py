@@ -29,10 +29,10 @@ from safetensors.torch import save_file
 
 from ...calibrate.measure.chain import Chain, cloned_calls
 from ...calibrate.measure.hidden_states import HiddenStates
+from ...calibrate.measure.scoring import kl_terms, log_softmax
 from ...calibrate.measure.stream import check_space, going_on
 from ...calibrate.model.caches import new_cache
 from ...calibrate.model.decoder import LayerCall
-from ...calibrate.model.scoring import kl_terms, log_softmax
 from ...calibrate.model.source import Source
 from ...core.files import Strict, read_document, replacing, write_document
 from ...core.memory import release_memory

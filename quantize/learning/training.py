@@ -30,8 +30,8 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ...calibrate.measure.scoring import divergences, log_softmax
 from ...calibrate.model.gemms import routers
-from ...calibrate.model.scoring import divergences, log_softmax
 from ...calibrate.ranks.world import World
 from ...core.memory import release_memory
 from ...options import LearningGradients

@@ -22,9 +22,9 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.measure.observe import ObservedLayer
+from ...calibrate.measure.scoring import log_softmax, losses
 from ...calibrate.model.caches import new_cache
 from ...calibrate.model.expert_modules import shared_inputs
-from ...calibrate.model.scoring import log_softmax, losses
 from ...options import TWO
 from .document import AS_IT_IS, BY_TOKEN, TWO_TERMS, Predicted, Site
 from .site_quantizers import Quantizer

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from ...calibrate.measure.scoring import kl_terms
 from ...calibrate.model.caches import new_cache
 from ...calibrate.model.decoder import (
     LayerOutput,
@@ -23,7 +24,6 @@ from ...calibrate.model.decoder import (
     standing_in,
     trace_layers,
 )
-from ...calibrate.model.scoring import kl_terms
 from ...calibrate.model.source import Source, meta_model
 from .document import Site
 from .gradients import next_token_log_probabilities

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...calibrate.model import scoring
+from ...calibrate.measure import scoring
 from ...core.files import replacing
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...calibrate.model.scoring import log_softmax_of_array
+from ...calibrate.measure.scoring import log_softmax_of_array
 from ...calibrate.text.evaluation import Evaluation, first_not_finite
 from .bootstrap import Bootstrap
 from .compare import BASELINE, Logits, Outcome, TokenMeasure, WindowBatch, mean

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...calibrate.model.scoring import log_softmax
+from ...calibrate.measure.scoring import log_softmax
 from ...core.arrays import check_array, check_range, read_arrays
 from ...core.files import reading, replacing
 from ...core.run import Run

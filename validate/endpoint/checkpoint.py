@@ -9,7 +9,7 @@ import numpy as np
 
 from ...calibrate.input.silence import muted, quiet_transformers
 from ...calibrate.input.untrusted import error_text, foreign
-from ...calibrate.model.scoring import log_softmax, losses
+from ...calibrate.measure.scoring import log_softmax, losses
 from ...core.errors import BackendError, Fp8qError, InputError
 from ...core.reporter import Reporter
 from ...serve.loop.text import ModelFileError, Vocabulary

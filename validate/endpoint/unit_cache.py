@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ...calibrate.model.scoring import log_softmax, losses
+from ...calibrate.measure.scoring import log_softmax, losses
 from ...core.reporter import Reporter
 from ...core.run import Run
 from ..accuracy.runtimes import logits_of, open_reference

@@ -15,8 +15,8 @@ from contextlib import nullcontext
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from ...calibrate.measure.scoring import log_softmax, losses
 from ...calibrate.model.caches import new_cache
-from ...calibrate.model.scoring import log_softmax, losses
 from ...calibrate.model.source import Source, load_model
 from ...core.reporter import Reporter
 from ...core.run import Run

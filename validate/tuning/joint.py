@@ -13,7 +13,7 @@ from math import sqrt
 import numpy as np
 import torch
 
-from ...calibrate.model.scoring import divergences, log_softmax, losses
+from ...calibrate.measure.scoring import divergences, log_softmax, losses
 from ...core.reporter import Reporter
 
 Runner = Callable[[torch.Tensor], torch.Tensor]

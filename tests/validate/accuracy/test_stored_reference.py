@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8q.calibrate.model.scoring import log_softmax_of_array
+from fp8q.calibrate.measure.scoring import log_softmax_of_array
 from fp8q.calibrate.text.evaluation import Evaluation, cut
 from fp8q.core.reporter import SILENT
 from fp8q.validate.accuracy.compare import Outcome, compare_in_turn

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8q.calibrate.model.scoring import (
+from fp8q.calibrate.measure.scoring import (
     divergences,
     kl_terms,
     log_softmax,
