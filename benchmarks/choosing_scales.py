@@ -29,7 +29,7 @@ from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
-from fp8q.calibrate.text.evaluation import Evaluation, cut
+from fp8q.calibrate.text.evaluation import Evaluation, cut, sha256_of
 from fp8q.core.reporter import SILENT
 from fp8q.options import METHODS, Clipping, ScaleOptions, WeightMethod
 from fp8q.quantize.codes.encoding import code_tables, encode
@@ -39,7 +39,6 @@ from fp8q.quantize.reference.linear import FP8Linear, replace_linears
 from fp8q.quantize.scales.activation_scales import group_of, tensor_scale
 from fp8q.quantize.scales.clip import SMALLEST_SCALE, scale_of
 from fp8q.quantize.weights.channels import channel_scales
-from fp8q.stages import corpus as corpus_stage
 from fp8q.stages.shared import sources
 from fp8q.validate.accuracy.compare import Forward
 
@@ -198,9 +197,7 @@ def evaluate(
     if outliers:
         make_outliers(model)
     ids = corpus.windows(corpus.encode_texts(corpus.load_texts(texts.data), tokenizer), context, 4 * windows)
-    record = Corpus(
-        name=texts.data, fingerprint=corpus_stage.digest(ids), windows=len(ids), seq_len=context, batch_size=4
-    )
+    record = Corpus(name=texts.data, fingerprint=sha256_of(ids), windows=len(ids), seq_len=context, batch_size=4)
     identity = ModelIdentity(name=source.name, architecture=source.architecture, fingerprint=source.fingerprint)
     statistics = measure_in_memory(model, Measurement(ids, identity, record), SILENT)
     products = sources.gemms_of(source)

@@ -35,7 +35,7 @@ from fp8q.calibrate.model.expert_modules import routed_gemms
 from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
-from fp8q.calibrate.text.evaluation import Evaluation, cut
+from fp8q.calibrate.text.evaluation import Evaluation, cut, sha256_of
 from fp8q.core.reporter import SILENT
 from fp8q.options import ScaleOptions
 from fp8q.quantize.codes.encoding import code_tables, encode
@@ -45,7 +45,6 @@ from fp8q.quantize.scales.activation_scales import group_of
 from fp8q.quantize.scales.clip import saturation, scale_of, squared_error
 from fp8q.quantize.scales.policy import select
 from fp8q.quantize.weights.channels import channel_scales
-from fp8q.stages import corpus as corpus_stage
 from fp8q.stages.shared import sources
 from fp8q.validate.accuracy.compare import Forward
 
@@ -183,9 +182,7 @@ def measure(texts: ModelTexts, windows: int, context: int) -> dict[str, Any]:
     tokenizer, model = load_tokenizer(source), load_model(source, torch.bfloat16)
     stream = corpus.encode_texts(corpus.load_texts(texts.data), tokenizer)
     ids = corpus.windows(stream, context, len(stream) // context)
-    record = Corpus(
-        name=texts.data, fingerprint=corpus_stage.digest(ids), windows=len(ids), seq_len=context, batch_size=4
-    )
+    record = Corpus(name=texts.data, fingerprint=sha256_of(ids), windows=len(ids), seq_len=context, batch_size=4)
     identity = ModelIdentity(name=source.name, architecture=source.architecture, fingerprint=source.fingerprint)
     statistics = calibrated(model, Measurement(ids, identity, record), SILENT)
     layers = routed_gemms(model)

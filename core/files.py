@@ -19,9 +19,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Annotated, Any, TextIO, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 
 from .errors import InputError
@@ -91,6 +91,9 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
+
+#: The version of a document, under the key `schema`, that has been the first since there is the document.
+FirstSchema = Annotated[int, Field(alias="schema", ge=1, le=1)]
 
 #: Things other than files that may be at a path; to read from one may never end.
 NO_FILES = (

@@ -10,7 +10,7 @@ from typing import Annotated, Self, TypeVar
 from pydantic import AfterValidator, Field, JsonValue
 
 from .errors import InputError
-from .files import Strict
+from .files import FirstSchema, Strict
 
 #: The distributions whose versions are recorded with each stage.
 DISTRIBUTIONS = [
@@ -82,7 +82,7 @@ class StageRecord(Strict):
 class RunRecord(Strict):
     """The contents of `run.json`."""
 
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_: FirstSchema = 1
     model: Texts = Field(default_factory=dict, description="what identifies the source model")
     stages: Annotated[dict[str, StageRecord], AfterValidator(Recorded)] = Field(default_factory=dict)
 

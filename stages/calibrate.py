@@ -107,7 +107,7 @@ def _for_later(run: Run, what: Calibration, source: Source, world: World) -> boo
     """Tell whether second moments are gathered at once, for forms that may be tried: where one process measures for the
     first time, and they take little of the free disk.
     """
-    if what.later is None or not what.later.finds_form:
+    if what.later is None or not what.options.finds_form:
         return False
     if world.size > 1 or MEASURE.name in run.record().stages or what.options.calibrate.asks("weight_rounding"):
         return False

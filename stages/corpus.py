@@ -1,6 +1,5 @@
 """The stage `corpus`: cut texts into the windows to calibrate on and the tokens to evaluate on."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from pydantic import Field
 from ..calibrate.measure.statistics import TextSource
 from ..calibrate.text import corpus, mixture
 from ..calibrate.text.chat import renderer
+from ..calibrate.text.evaluation import sha256_of
 from ..calibrate.text.overlap import check_disjoint
 from ..calibrate.text.packing import Packing, prefix_of
 from ..core.arrays import check_array, check_range, read_arrays
@@ -159,7 +159,7 @@ def check_lengths(
 
 def write_corpus(run: Run, source: "Source", collected: Collected, notes: Notes) -> None:
     """The stage `corpus`: write `calibration.npz` and `evaluation.npz`."""
-    inputs = {"tokens": digest(collected.windows), "evaluation": digest(collected.evaluation)}
+    inputs = {"tokens": sha256_of(collected.windows), "evaluation": sha256_of(collected.evaluation)}
     data, eval_data = collected.names
     facts = CorpusFacts(
         data=data,
@@ -201,11 +201,6 @@ def opening_of(run: Run) -> Opening:
     return Opening(bos=run.options(CORPUS).bos, prefix=facts.prefix, overlap=facts.overlap)
 
 
-def digest(tokens: Tokens) -> str:
-    """SHA-256 of token ids, int64 little-endian."""
-    return hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i8").tobytes()).hexdigest()
-
-
 def save_tokens(path: Path, tokens: Tokens) -> None:
     """Write token ids as `input_ids` in an npz file."""
     with replacing(path) as partial, open(partial, "wb") as handle:
@@ -216,6 +211,11 @@ def spread_windows(windows: Tokens, count: int) -> Tokens:
     """Select at most `count` of the `windows` [windows, seq_len], evenly spaced over all."""
     taken = np.unique(np.linspace(0, len(windows) - 1, min(count, len(windows))).round().astype(np.int64))
     return windows[taken]
+
+
+def in_batches(windows: Tokens, size: int) -> dict[int, Tokens]:
+    """Number the batches of `size` of the `windows` [windows, seq_len]; the last may be smaller."""
+    return {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
 
 
 def load_tokens(run: Run, path: Path, vocabulary: int | None = None) -> Tokens:

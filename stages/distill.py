@@ -27,6 +27,7 @@ from ..calibrate.model.memory import weight_bytes
 from ..calibrate.model.source import Source, load_model, meta_model
 from ..calibrate.model.tokenizer import load_tokenizer
 from ..calibrate.ranks.world import World, joined_ranks
+from ..calibrate.text.evaluation import sha256_of
 from ..calibrate.text.overlap import measure_overlap
 from ..calibrate.text.packing import Packing
 from ..core.columns import duration
@@ -48,7 +49,7 @@ from ..quantize.reference.fp8_model import open_codes
 from ..quantize.scales.decisions import load_scales
 from ..quantize.weights.code_sources import LearnedCodes
 from ..validate.accuracy.nonfinite import culprit
-from .corpus import digest, load_tokens, opening_of
+from .corpus import load_tokens, opening_of
 from .export import export_or_note
 from .measure import beyond
 from .other_text import read_other
@@ -289,7 +290,7 @@ def _learn_unless_done(run: Run, notes: Notes, data: str | None, options: Distil
             "leave it out, or choose `fp8q scales --weight-scale channel` before",
         )
     text, start = learning_text(run, source, data, options, notes), rounding_key(run, source, scales)
-    inputs = {**start.inputs, "windows": digest(text.windows), "held out": digest(text.held_out)}
+    inputs = {**start.inputs, "windows": sha256_of(text.windows), "held out": sha256_of(text.held_out)}
     key = Key(inputs, options, DistillFacts(data=text.name, start=identity(start)))
     if DISTILL.is_current(run, key):
         send_nothing(world)

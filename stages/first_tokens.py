@@ -22,7 +22,7 @@ from ..quantize.sensitivity.first_tokens import (
     added,
     batch_squares,
 )
-from .corpus import load_tokens, spread_windows
+from .corpus import in_batches, load_tokens, spread_windows
 from .measure import beyond
 from .pipeline.stage import NO_FACTS, Key, Notes, device
 from .pipeline.stages import FIRST_TOKENS
@@ -58,7 +58,7 @@ def weigh_first_tokens(
     release_memory()  # of the measurement, before memory decides how this runs
     windows = spread_windows(load_tokens(run, run.calibration, source.text_config.vocab_size), WINDOWS)
     size = max(1, TOKENS // windows.shape[1])
-    batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
+    batches = in_batches(windows, size)
     with FIRST_TOKENS.writing(run, key, notes) as log:
         if gradients_by_layer(source, stream):
             with FIRST_TOKENS.working(run, key, notes) as folder:

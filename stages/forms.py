@@ -67,7 +67,7 @@ from .export import export_or_note
 from .first_tokens import weigh_first_tokens
 from .measure import measure
 from .other_text import evaluation, positions
-from .pipeline.stage import Key, Notes, arithmetic, device
+from .pipeline.stage import Key, Notes, device
 from .pipeline.stages import FORMS, MEASURE, QUANTIZE, FormFacts, QuantizeFacts
 from .quantize import KnownCodes, quantize
 from .sensitivity import TOKENS, predicted_losses
@@ -345,7 +345,7 @@ def chosen_options(run: Run, options: RunOptions) -> ScaleOptions:
 
 def _chosen_before(run: Run, key: Key[FormChoiceOptions, FormFacts]) -> dict[str, object] | None:
     """The recipe that a killed search had chosen last; None where no search was killed, or none was chosen."""
-    folder = WorkFolder(run, FORMS.name).left(_work_key(key))
+    folder = WorkFolder(run, FORMS.name).left(FORMS.work_key(key))
     return FormProgress.of(folder / "found.json").chosen if folder else None
 
 
@@ -361,15 +361,11 @@ def _key(run: Run, options: RunOptions) -> Key[FormChoiceOptions, FormFacts]:
     return Key(inputs, FormChoiceOptions(server=options.server), facts)
 
 
-def _work_key(key: Key[FormChoiceOptions, FormFacts]) -> dict[str, object]:
-    return {"inputs": dict(key.inputs), "options": FORMS.dump(key.options, key.facts), **arithmetic()}
-
-
 def _find(run: Run, notes: Notes, options: RunOptions, first: Accuracy) -> Accuracy:
     """Find the cheapest form that meets the limits, from the form whose accuracy is `first`; write `forms.json`."""
     key, (_, limits), start = _key(run, options), _loss_and_limits(first), time.monotonic()
     RunWriter(run).forget(FORMS.name)
-    with WorkFolder(run, FORMS.name).opened(_work_key(key), notes.note) as folder:
+    with FORMS.working(run, key, notes) as folder:
         task = FormTask(run, notes, options, folder, FormProgress.of(folder / "found.json"))
         if not task.progress.first:
             task.progress.first = _numbers(first)

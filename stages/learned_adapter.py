@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ..calibrate.model.source import load_model
+from ..calibrate.text.evaluation import sha256_of
 from ..core.errors import InputError
 from ..core.files import remove, write_document
 from ..core.run import Run
@@ -20,7 +21,6 @@ from ..quantize.learning.training import Schedule, planned_steps
 from ..quantize.reading.run_checkpoint import LEARNED
 from ..quantize.reference.fp8_model import open_codes
 from ..quantize.scales.decisions import load_scales
-from .corpus import digest
 from .distill import Learning, check_memory, check_no_blocks, learning_text, note_domain, train
 from .pipeline.stage import Key, Notes, device
 from .pipeline.stages import ADAPTER, AdapterFacts
@@ -49,7 +49,7 @@ def learn_adapter(run: Run, notes: Notes, data: str | None, options: AdapterLear
     note_base_alone(run, "an adapter is learned on", notes)
     source = source_of(run)
     text = learning_text(run, source, data, options, notes)
-    inputs = {**checkpoint, "windows": digest(text.windows), "held out": digest(text.held_out)}
+    inputs = {**checkpoint, "windows": sha256_of(text.windows), "held out": sha256_of(text.held_out)}
     key = Key(inputs, options, AdapterFacts(data=text.name))
     if not ADAPTER.is_current(run, key):
         check_memory(source, "an adapter", BYTES_A_WEIGHT)

@@ -23,6 +23,7 @@ from ..calibrate.model.source import Source, load_model
 from ..calibrate.model.tokenizer import load_tokenizer
 from ..calibrate.ranks.world import World
 from ..calibrate.text import corpus
+from ..calibrate.text.evaluation import sha256_of
 from ..calibrate.text.packing import Packing
 from ..core.errors import InputError
 from ..core.files import Strict, disk_errors, sha256_file
@@ -33,13 +34,19 @@ from ..options import CalibrateOptions, MeasureOptions
 from ..options.declare import Options
 from ..quantize.scales.clip import no_scale
 from ..quantize.scales.policy import ModelGemms
-from .corpus import digest, load_tokens
+from .corpus import load_tokens
 from .other_text import read_other
 from .pipeline.stage import NO_FACTS, Key, Notes, arithmetic, device
 from .pipeline.stages import CORPUS, MEASURE, QUERIES, CorpusFacts, MeasureFacts
 from .shared.adapters import fingerprints
 from .shared.sources import source_of
 from .shared.texts import Tokens
+
+#: Roundings of weights that cannot be measured in parts: the reason, and how to measure for them.
+NOT_IN_PARTS = {
+    "gptq": ("its second moments are sums that round differently in parts", "measure"),
+    "sequential": ("runs all batches through one layer after the other, in one process", "use `fp8q calibrate`"),
+}
 
 
 class MeasureTask(Strict):
@@ -77,19 +84,11 @@ def check_batches(options: CalibrateOptions, windows: int, world: World) -> None
             f"start at most {end - first}, or ask for more --samples or a smaller --batch-size than "
             f"{options.batch_size}",
         )
-    if options.weight_rounding == "gptq" and (world.size > 1 or options.batches):
+    if options.weight_rounding in NOT_IN_PARTS and (world.size > 1 or options.batches):
         how = f"{world.size} ranks" if world.size > 1 else "--batches"
+        fault, measuring = NOT_IN_PARTS[options.weight_rounding]
         raise InputError(
-            "--weight-rounding gptq",
-            "its second moments are sums that round differently in parts",
-            f"measure without {how}, or leave it out",
-        )
-    if options.weight_rounding == "sequential" and (world.size > 1 or options.batches):
-        how = f"{world.size} ranks" if world.size > 1 else "--batches"
-        raise InputError(
-            "--weight-rounding sequential",
-            "runs all batches through one layer after the other, in one process",
-            f"use `fp8q calibrate` without {how}, or leave it out",
+            f"--weight-rounding {options.weight_rounding}", fault, f"{measuring} without {how}, or leave it out"
         )
     if options.clip.method == "delayed" and options.clip.interval > batches and not options.batches:
         raise no_scale(options.clip, batches)
@@ -190,7 +189,7 @@ def task_of(
     )
     corpus = Corpus(
         name=texts.data,
-        fingerprint=digest(windows),
+        fingerprint=sha256_of(windows),
         windows=len(windows),
         seq_len=windows.shape[1],
         batch_size=options.batch_size,
@@ -296,11 +295,21 @@ def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
             "give more text",
         )
     windows = corpus.windows(ids, size, min(available, record.corpus.windows), prefix=packing.prefix)
-    new = {"name": text, "fingerprint": digest(windows), "windows": len(windows), "sources": None, "texts": None}
+    new = {"name": text, "fingerprint": sha256_of(windows), "windows": len(windows), "sources": None, "texts": None}
     measured = record.corpus.model_copy(update=new)
     what = Measurement(windows, record.model, measured)
     with scratch() if streamed(source, None, notes) else nullcontext() as folder:
         return run_model(source, what, notes, folder)
+
+
+def check_queries(source: Source, option: str, notes: Notes) -> None:
+    """Raise InputError, naming the `option` that asks for queries, where memory does not hold the model."""
+    if streamed(source, None, notes):
+        raise InputError(
+            option,
+            f"queries are measured with the whole of {source.name} in memory, which does not hold it",
+            "leave it out",
+        )
 
 
 def measure_queries(run: Run, option: str, notes: Notes) -> None:
@@ -317,12 +326,7 @@ def measure_queries(run: Run, option: str, notes: Notes) -> None:
     if QUERIES.is_current(run, key):
         return
     source = source_of(run)
-    if streamed(source, None, Notes(notes.report)):
-        raise InputError(
-            option,
-            f"queries are measured with the whole of {source.name} in memory, which does not hold it",
-            "leave it out",
-        )
+    check_queries(source, option, Notes(notes.report))
     corpus = load_record(run).corpus
     with QUERIES.writing(run, key, notes) as log:
         measured = query_statistics(

@@ -16,13 +16,14 @@ from ..calibrate.input.untrusted import local_path
 from ..calibrate.measure.statistics import Statistics, load_statistics, save_statistics
 from ..calibrate.model.source import Source
 from ..calibrate.model.tokenizer import load_tokenizer
+from ..calibrate.text.evaluation import sha256_of
 from ..calibrate.text.overlap import measure_overlap
 from ..core.errors import InputError
 from ..core.files import sha256_file
 from ..core.reporter import Reporter
 from ..core.run import Run
 from ..options import CorpusOptions, ExportOptions, MeasureOptions, ScaleOptions
-from .corpus import digest, load_tokens, opening_of, save_corpus
+from .corpus import load_tokens, opening_of, save_corpus
 from .export import export_or_note
 from .pipeline.stage import Key, Notes
 from .pipeline.stages import CORPUS, MEASURE, CorpusFacts, MeasureFacts
@@ -127,7 +128,7 @@ def add(paths: Sequence[Path], out: Path) -> Merged:
         run.refuse_stale("measure")
         starts = np.cumsum([text.windows for text in corpus.parts])[:-1]
         texts.update((text.fingerprint, part) for text, part in zip(corpus.parts, np.split(windows, starts)))
-    held_out = {digest(tokens): tokens for tokens in (load_tokens(run, run.evaluation) for run in runs)}
+    held_out = {sha256_of(tokens): tokens for tokens in (load_tokens(run, run.evaluation) for run in runs)}
     windows = np.concatenate([texts[text.fingerprint] for text in total.record.corpus.parts])
     return Merged(tuple(runs), total, windows, np.concatenate([held_out[name] for name in sorted(held_out)]))
 
@@ -223,7 +224,7 @@ def write_merged(run: Run, source: Source, merged: Merged, notes: Notes, overlap
         other_tokens=sorted({kind for _, facts in collected for kind in facts.other_tokens or ()}) or None,
         runs=merged.lineage,
     )
-    inputs = {"tokens": digest(merged.windows), "evaluation": digest(merged.evaluation)}
+    inputs = {"tokens": sha256_of(merged.windows), "evaluation": sha256_of(merged.evaluation)}
     save_corpus(run, source, Key(inputs, options, facts), (merged.windows, merged.evaluation), notes)
     measured = Key(
         {"model": source.fingerprint, "calibration.npz": sha256_file(run.calibration)} | merged.measured,

@@ -23,7 +23,7 @@ from ..quantize.weights.sequential import check_sequential
 from .corpus import Collected
 from .costliest import check_costliest
 from .first_tokens import gradients_by_layer
-from .measure import streamed
+from .measure import check_queries, streamed
 from .pipeline.stage import Notes, device
 from .shared.adapters import check_attention
 
@@ -56,20 +56,12 @@ def check_calibrate(source: Source, options: CalibrateOptions, export: ExportOpt
     if options.weighs_first_token and gradients_by_layer(source, options.stream):
         check_chain(source, device(), WITHOUT_LAYERS)
     asking = "--attention fp8" if export.attention == "fp8" else "--q-scale" if options.q_scale else None
-    if asking and streamed(source, None, Notes(SILENT)):
-        raise InputError(
-            asking,
-            f"queries are measured with the whole of {source.name} in memory, which does not hold it",
-            "leave it out",
-        )
+    if asking:
+        check_queries(source, asking, Notes(SILENT))
 
 
 class LaterStages(Protocol):
     """The stages after a calibration: what they would refuse when it is done, and what a call before decided."""
-
-    @property
-    def finds_form(self) -> bool:
-        """Tell whether they look for the form of inputs."""
 
     def check_options(self, run: Run) -> None:
         """Raise the errors that their options alone would cause."""

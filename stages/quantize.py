@@ -24,6 +24,7 @@ from ..quantize.reading.inherited_scales import (
     inherited_codes,
     inherited_remarks,
     inherited_scales,
+    source_blocks,
 )
 from ..quantize.scales import expert_scales
 from ..quantize.scales.activation_scales import group_of
@@ -46,7 +47,7 @@ from ..quantize.weights.held_out import LEAST
 from ..quantize.weights.rounding_progress import CachedCodes
 from ..quantize.weights.sequential import SequentialRounding
 from ..quantize.weights.tensor_scales import joined_families, tensor_scales
-from .corpus import load_tokens
+from .corpus import in_batches, load_tokens
 from .first_tokens import load_first_tokens
 from .measure import measure_queries
 from .pipeline.stage import Key, Notes, device
@@ -237,17 +238,18 @@ def ragged_note(statistics: Statistics, scales: Scales) -> str | None:
 
 def _inputs(run: Run, options: ScaleOptions) -> dict[str, str]:
     """The files that the stage reads; they depend on `options`."""
-    written = {name: record.outputs for name, record in run.record().stages.items()}
+    stages = run.record().stages
     moments = options.weight_rounding == "gptq"
-    inputs = {name: digest for name, digest in written["measure"].items() if moments or not name.startswith("moments/")}
+    measured = stages["measure"].outputs
+    inputs = {name: digest for name, digest in measured.items() if moments or not name.startswith("moments/")}
     if options.weight_rounding == "sequential":
-        inputs[run.calibration.name] = written["corpus"][run.calibration.name]
+        inputs[run.calibration.name] = stages["corpus"].outputs[run.calibration.name]
     if options.q_scale:
-        inputs |= written["queries"]
+        inputs |= stages["queries"].outputs
     if options.bf16_weights:
-        inputs |= written["costliest"]
+        inputs |= stages["costliest"].outputs
     if options.weighs_first_token:
-        inputs |= written["first-tokens"]
+        inputs |= stages["first-tokens"].outputs
     return inputs
 
 
@@ -267,11 +269,10 @@ def _rounding(
         return
     inherited = inherited_codes(source, options, scaling.blocks)
     inherited_first = (inherited,) if inherited else ()
-    in_blocks = inherited.blocks(scales.modules) if inherited else {}
+    in_blocks = source_blocks(source, scales.modules)
     record = statistics.record
     if options.weight_rounding == "sequential":
-        size, windows = record.corpus.batch_size, load_tokens(run, run.calibration)
-        batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
+        batches = in_batches(load_tokens(run, run.calibration), record.corpus.batch_size)
         with QUANTIZE.working(run, key, notes) as folder:
             inputs = scales.activations | dict.fromkeys(scales.in_form(BF16))
             few = starved(statistics, options.min_expert_tokens)

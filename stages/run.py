@@ -32,11 +32,6 @@ class Following:
 
     options: RunOptions
 
-    @property
-    def finds_form(self) -> bool:
-        """Tell whether the cheapest acceptable form is searched for."""
-        return self.options.finds_form
-
     def check_options(self, run: Run) -> None:
         """Raise InputError for a gate without anything to compare, and for graphs that no earlier stage writes."""
         engine, validate = self.options.engine, self.options.validate

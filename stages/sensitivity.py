@@ -58,9 +58,8 @@ def sensitivity(run: Run, notes: Notes, options: SensitivityOptions) -> Sensitiv
     """Measure the loss that each tensor of `run` causes alone, unless that is known, and write `sensitivity.json`."""
     run.refuse_stale("measure", "quantize")
     note_base_alone(run, "what each tensor costs is of", notes)
-    written = {name: record.outputs for name, record in run.record().stages.items()}
     run.require(run.calibration, "corpus")
-    inputs = checked_model(run) | {run.calibration.name: written["corpus"][run.calibration.name]}
+    inputs = checked_model(run) | {run.calibration.name: run.record().stages["corpus"].outputs[run.calibration.name]}
     in_memory, streamed = (Key(inputs, replace(options, stream=stream), NO_FACTS) for stream in (False, True))
     if not SENSITIVITY.is_current(run, in_memory, *([] if options.stream is False else [streamed])):
         source = source_of(run)

@@ -359,10 +359,10 @@ def find_mix(run: Run, options: TuneOptions, notes: Notes) -> Tuning:
             f"`fp8q scales {name_in_commands(run.root)} --weight-scale channel` gives each output channel its own",
         )
     note_base_alone(run, "the budget is held by", notes)
-    written = {name: record.outputs for name, record in run.record().stages.items()}
+    stages = run.record().stages
     for path, made_by in ((run.calibration, "corpus"), (run.statistics, "measure")):
         run.require(path, made_by)
-    inputs = written["corpus"] | written["measure"] | checked_model(run)
+    inputs = stages["corpus"].outputs | stages["measure"].outputs | checked_model(run)
     key = Key(inputs, options, NO_FACTS)
     if not TUNE.is_current(run, key):
         source = source_of(run)

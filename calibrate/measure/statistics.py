@@ -22,7 +22,7 @@ from pydantic import AfterValidator, Field
 from safetensors.numpy import load_file, save_file
 
 from ...core.errors import InputError
-from ...core.files import Strict, read_document, reading, replacing, write_document
+from ...core.files import FirstSchema, Strict, read_document, reading, replacing, write_document
 from ...core.run import Run
 from .histogram import Histogram
 
@@ -130,7 +130,7 @@ def _named_by_a_member(groups: dict[str, list[str]]) -> dict[str, list[str]]:
 class StatisticsRecord(Strict):
     """`statistics.json`."""
 
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_: FirstSchema = 1
     model: ModelIdentity
     corpus: Corpus
     tokens: int = Field(description="tokens measured so far")

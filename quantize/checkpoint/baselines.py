@@ -21,7 +21,7 @@ from ..codes.formats import INT8
 from ..scales.activation_scales import activation_scales
 from ..scales.decisions import Scales
 from ..weights.channels import WeightScaling
-from ..weights.code_sources import Rounding
+from ..weights.code_sources import NearestCodes, Rounding
 from .narrowing import CAST, Narrowing
 from .ties import ties_of
 from .writer import ShardWriter, quantize_checkpoint, write_config
@@ -60,7 +60,8 @@ def write_int8(
     """
     activations, unfit = activation_scales(statistics, fp8.weights, clipping, INT8)
     chosen = Scales(format="int8", weights={}, activations=activations, skipped=fp8.skipped | unfit)
-    rounding = Rounding(WeightScaling("amax"), format=INT8)
+    scaling = WeightScaling("amax")
+    rounding = Rounding(scaling, (NearestCodes(scaling, INT8),))
     done = chosen.with_weights(quantize_checkpoint(source, directory, chosen, rounding, report))
     write_document(directory / "scales.json", done)
     return done

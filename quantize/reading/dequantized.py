@@ -10,7 +10,7 @@ only form that fp8q writes, so the scale of a tensor is repeated for its channel
 are dequantized and quantized again. Checkpoints that `fp8_tensors` does not read, or finds damaged, are refused here.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -116,15 +116,11 @@ class FP8Source:
 
 @dataclass(frozen=True)
 class InheritedCodes:
-    """The FP8 weights of `source`, as a source of codes; modules of `anew`, or all without `keep_codes`, have none."""
+    """The FP8 weights of `source`, as a source of codes; modules of `anew` have none."""
 
     source: Source
     fp8: FP8Source
-    keep_codes: bool = True
     anew: frozenset[str] = frozenset()
-
-    def _codes(self, module: str) -> Codes | None:
-        return self.fp8.weights.get(self.source.stored(f"{module}.weight"))
 
     def quantized(self, weight: FloatWeight) -> QuantizedWeight | None:
         """The stored codes and scales of `weight`.
@@ -132,22 +128,11 @@ class InheritedCodes:
         None where it is not FP8, has a scale for each block, or is to be quantized anew; and of a Conv1D, since FP8
         checkpoints of others have codes of linear layers only.
         """
-        codes = self._codes(weight.module)
-        if codes is None or codes.granularity == "block" or weight.axis != 0:
-            return None
-        if not self.keep_codes or weight.module in self.anew:
+        codes = self.fp8.weights.get(self.source.stored(f"{weight.module}.weight"))
+        if codes is None or codes.granularity == "block" or weight.axis != 0 or weight.module in self.anew:
             return None
         scale = torch.from_numpy(self.fp8.checkpoint.scales(codes).reshape(-1)).expand(codes.shape[0]).clone()
         return QuantizedWeight(self.source.weights().stored(codes.weight), scale, inherited_summary(scale))
-
-    def blocks(self, modules: Iterable[str]) -> dict[str, str]:
-        """Map those of `modules` that have a scale for each block to its sides, as `128x128`."""
-        stored = {module: self._codes(module) for module in modules}
-        return {
-            module: f"{codes.block[0]}x{codes.block[1]}"
-            for module, codes in stored.items()
-            if codes and codes.block and codes.granularity == "block"
-        }
 
 
 def fp8_source(source: Source) -> FP8Source | None:

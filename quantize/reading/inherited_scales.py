@@ -119,14 +119,24 @@ def inherited_cache(source: Source, statistics: Statistics, parts: str) -> dict[
 
 
 def inherited_codes(source: Source, options: ScaleOptions, anew: frozenset[str]) -> InheritedCodes | None:
-    """The FP8 weights of `source`, None where it is no FP8 checkpoint.
-
-    Their codes are kept, but those of `anew`, unless `options` name a weight method, one scale for a whole weight, or a
-    rounding.
+    """The FP8 weights of `source` but those of `anew`; None where it is no FP8 checkpoint, and where `options` name a
+    weight method, one scale for a whole weight, or a rounding.
     """
     fp8 = fp8_source(source)
-    changed_option = first_changed(options, ("weight_method", "weight_scale", "weight_rounding"))
-    return InheritedCodes(source, fp8, keep_codes=changed_option is None, anew=anew) if fp8 else None
+    if fp8 is None or first_changed(options, ("weight_method", "weight_scale", "weight_rounding")):
+        return None
+    return InheritedCodes(source, fp8, anew)
+
+
+def source_blocks(source: Source, modules: Iterable[str]) -> dict[str, str]:
+    """Map those of `modules` that `source` stores in FP8 with a scale for each block to its sides, as `128x128`."""
+    fp8 = fp8_source(source)
+    stored = {module: fp8.weights.get(source.stored(f"{module}.weight")) for module in modules} if fp8 else {}
+    return {
+        module: f"{codes.block[0]}x{codes.block[1]}"
+        for module, codes in stored.items()
+        if codes and codes.block and codes.granularity == "block"
+    }
 
 
 def inherited_remarks(

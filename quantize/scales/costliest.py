@@ -10,11 +10,10 @@ over GPTQ with a weighed first token).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Annotated
 
 from pydantic import Field
 
-from ...core.files import Strict, read_document
+from ...core.files import FirstSchema, Strict, read_document
 from ...core.run import Run
 
 
@@ -31,7 +30,7 @@ class Costliest(Strict):
     `windows`.
     """
 
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_: FirstSchema = 1
     windows: int
     kl_nats: float = Field(description="the predicted KL of all weights in FP8, per token")
     weights: list[CostlyWeights]

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from ...core.errors import InputError
-from ...core.files import RESTORE, Strict, read_document
+from ...core.files import RESTORE, FirstSchema, Strict, read_document
 from ...core.run import Run
 from ...options import BF16, BLOCK, DYNAMIC, ONE, TWO, Form, KvCache
 from ..codes.formats import E4M3, TWO_TERMS, CodeGrid
@@ -170,7 +170,7 @@ class Scales(Strict):
     `bf16_inputs`.
     """
 
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_: FirstSchema = 1
     format: Literal["e4m3", "int8"] = "e4m3"
     weights: dict[str, WeightScales]
     activations: dict[str, TensorScale]
@@ -211,10 +211,10 @@ class Scales(Strict):
 
     def with_weights(self, decisions: Mapping[str, WeightScales | Skipped]) -> "Scales":
         """Fill in the weights that were written, by module; a module whose weight has no scale moves to `skipped`."""
-        weights = {module: scales for module, scales in decisions.items() if isinstance(scales, WeightScales)}
-        skipped = {module: reason for module, reason in decisions.items() if isinstance(reason, Skipped)}
+        weights = {name: decisions[name] for name in self.modules if isinstance(decisions.get(name), WeightScales)}
+        skipped = {module: reason for module, reason in decisions.items() if module not in weights}
         update = {
-            "weights": {module: weights[module] for module in self.modules if module in weights},
+            "weights": weights,
             "activations": {module: scale for module, scale in self.activations.items() if module in weights},
             "bf16_inputs": [module for module in self.bf16_inputs if module in weights],
             "skipped": self.skipped | skipped,
@@ -267,7 +267,7 @@ class AttentionScales(Strict):
     stand for a query or a probability.
     """
 
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_: FirstSchema = 1
     tensors: dict[str, TensorScale]
     terms: Literal[1, 2] = 1
     probabilities: float = PROBABILITY_SCALES[1]

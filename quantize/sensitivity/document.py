@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from ...core.files import Strict, read_document
+from ...core.files import FirstSchema, Strict, read_document
 from ...core.run import Run
 from ..scales.decisions import Scales
 
@@ -58,7 +58,7 @@ class Loss(Strict):
 class Sensitivity(Strict):
     """`sensitivity.json`; `tokens`: the predicted tokens of calibration `windows`, with a `prompt` those after it."""
 
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_: FirstSchema = 1
     windows: int
     tokens: int
     prompt: int | None = Field(

@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from pydantic import Field, FiniteFloat, ValidationError
 
 from ...calibrate.measure.histogram import Histogram
 from ...core.errors import InputError
-from ...core.files import Strict, regular_file, replacing, unreadable
+from ...core.files import FirstSchema, Strict, regular_file, replacing, unreadable
 from ...options import Clipping, Scaling, WatchOptions
 from ..codes.formats import E4M3, E5M2, Format
 from ..scales.clip import Float32s, amax_in_use, saturation, scale_of, underflow
@@ -38,7 +38,7 @@ MOST_STEPS = 2**53
 class Head(Strict):
     """The first line: what is recorded."""
 
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_: FirstSchema = 1
     model: str = Field(description="the class of the model")
     every: int = Field(ge=1, le=MOST_STEPS, description="steps from one record to the next")
     history: int = Field(ge=1, le=MOST_STEPS, description="records whose amax a scale is made from")

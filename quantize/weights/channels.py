@@ -7,7 +7,7 @@ With these scales fixed, weights are rounded to nearest, or by GPTQ (`gptq`). A 
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ WeightMethod = Literal["amax", "mse"]
 #: Values that are converted to FP32 at a time: two FP32 copies of a whole matrix would take four times its bytes, and
 #: larger blocks fragment the heap.
 BLOCK_VALUES = 1 << 20
-WEIGHT_METHODS: tuple[str, ...] = get_args(WeightMethod)
 
 
 #: Codes float8_e4m3fn [out, in] and scale float32 [out] of a module, and how an expert's were judged.

@@ -103,19 +103,19 @@ class NearestCodes:
 
 @dataclass(frozen=True)
 class Rounding:
-    """The choice of codes: by the first of `sources` that has any, and at last to nearest under scales by `scaling`.
+    """The choice of codes: by the first of `sources` that has any, and at last to nearest under scales by
+    `scaling`.
 
     `in_blocks`: module -> the block of values that shares a scale in the source checkpoint, whose codes are not kept.
     """
 
     scaling: WeightScaling
     sources: tuple[CodeSource, ...] = ()
-    format: Grid = E4M3
     in_blocks: Mapping[str, str] = field(default_factory=dict)
 
     def quantized(self, weight: FloatWeight) -> QuantizedWeight | Skipped:
         """Quantize `weight`; one of zeros is skipped."""
-        sources = (*self.sources, NearestCodes(self.scaling, self.format))
+        sources = (*self.sources, NearestCodes(self.scaling))
         quantized = next(made for source in sources if (made := source.quantized(weight)) is not None)
         if isinstance(quantized, Skipped):
             return quantized

@@ -282,8 +282,11 @@ class Stage(Generic[Choices, Facts]):
         """Open the work folder of this stage for this `key` and arithmetic, with which a killed call goes on
         (`WorkFolder`).
         """
-        depends = {"inputs": dict(key.inputs), "options": self.dump(key.options, key.facts)}
-        return WorkFolder(run, self.name).opened(depends | arithmetic(), notes.note)
+        return WorkFolder(run, self.name).opened(self.work_key(key), notes.note)
+
+    def work_key(self, key: Key[Choices, Facts]) -> dict[str, object]:
+        """Everything that the contents of the work folder depend on."""
+        return {"inputs": dict(key.inputs), "options": self.dump(key.options, key.facts), **arithmetic()}
 
 
 def _check_declared(stage: str, what: str, names: Mapping[str, str] | list[str], patterns: tuple[str, ...]) -> None:

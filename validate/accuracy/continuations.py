@@ -5,11 +5,8 @@ enough, and the text after it is different, not worse.
 """
 
 from html import escape
-from typing import Annotated
 
-from pydantic import Field
-
-from ...core.files import Strict, read_document
+from ...core.files import FirstSchema, Strict, read_document
 from ...core.run import Run
 
 
@@ -33,7 +30,7 @@ class Continuation(Strict):
 class Continuations(Strict):
     """`continuations.json`; `tokens` are the most of an answer."""
 
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_: FirstSchema = 1
     tokens: int
     continuations: list[Continuation]
 

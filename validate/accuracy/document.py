@@ -10,7 +10,7 @@ from html import escape
 from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from pydantic import Field
 
 from ...calibrate.text.evaluation import Protocol
 from ...core.arrays import check_array, check_range, read_arrays
-from ...core.files import Strict, read_document, reading, replacing, write_document
+from ...core.files import FirstSchema, Strict, read_document, reading, replacing, write_document
 from ...core.run import Run
 from ...options import ONE_TERM_ALONE
 from .log_probabilities import ROUNDING
@@ -191,7 +191,7 @@ class Verdict(Strict):
 class Accuracy(Strict):
     """`accuracy.json`."""
 
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_: FirstSchema = 1
     protocol: Protocol
     runtimes: dict[str, RuntimeAccuracy]
     verdict: Verdict | None = Field(default=None, description="absent in files of older versions")

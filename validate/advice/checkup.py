@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite, isnan
 from shlex import quote
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from ...core.columns import Table, text_column
 from ...core.errors import GateError
-from ...core.files import Strict
+from ...core.files import FirstSchema, Strict
 from ...quantize.scales.decisions import TensorScale
 from .criteria import Criterion, Limit
 
@@ -44,7 +44,7 @@ class Check(Strict):
 class Checkup(Strict):
     """The result of `fp8q doctor RUN`: all checks, the worst first."""
 
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_: FirstSchema = 1
     windows: int
     tokens: int
     checks: list[Check]

@@ -8,14 +8,12 @@ records: they belong to a tensor's distribution and not to one batch. Limits, ea
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
 
 from ...core.columns import magnitude, share
-from ...core.files import Strict
+from ...core.files import FirstSchema, Strict
 from ...options import GradientFormat
 from ...quantize.training.training_log import KINDS, Kind, TrainingLog
 from .checkup import Check, graded, unknown, worst_first
@@ -41,7 +39,7 @@ Floats = npt.NDArray[np.float64]
 class TrainingCheckup(Strict):
     """The result of `fp8q inspect LOG` on a training log: all checks, the worst first."""
 
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_: FirstSchema = 1
     model: str
     records: int
     first_step: int

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from onnx import TensorProto
 from pydantic import Field
 
 from ...core.columns import Column, Table, count, number_column, size, text_column
-from ...core.files import Strict, read_document
+from ...core.files import FirstSchema, Strict, read_document
 from ...core.headers import read_header
 from ...core.run import Run
 from ...export.onnx_file.loading import load_graph
@@ -86,7 +86,7 @@ class Capacity(Strict):
 class Bench(Strict):
     """`bench.json`."""
 
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_: FirstSchema = 1
     protocol: BenchProtocol
     rows: list[BenchRow]
     capacity: list[Capacity]

@@ -1,11 +1,11 @@
 """`compare.json`: the answers of a server or a checkpoint, their distances from the run's runtimes, the verdict."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from ...core.columns import Column, Table, nats, share, text_column
-from ...core.files import Strict
+from ...core.files import FirstSchema, Strict
 from ..accuracy.document import Estimate
 
 Verdict = Literal["validated", "undecided", "other-arithmetic", "other-model", "other-prompt"]
@@ -47,7 +47,7 @@ class Noticed(Strict):
 class ModelComparison(Strict):
     """`compare.json`."""
 
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_: FirstSchema = 1
     answered: str = Field(description="the server's URL, or the checkpoint's path")
     model: str = Field(description="the server's name of it")
     form: str = Field(description="how log-probabilities were asked for")

@@ -1,12 +1,12 @@
 """`needles.json`: which needles each runtime found again, and how likely the answer was to it."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field
 
 from ...core.columns import Column, Table, count, number_column
-from ...core.files import Strict, read_document
+from ...core.files import FirstSchema, Strict, read_document
 from ...core.run import Run
 
 BASELINE = "bf16"
@@ -44,7 +44,7 @@ class NeedleSummary(Strict):
 class NeedleScores(Strict):
     """`needles.json`."""
 
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_: FirstSchema = 1
     text: str = Field(description="the filler")
     sentence: str
     needles: list[NeedleAnswers]

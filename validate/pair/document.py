@@ -1,13 +1,13 @@
 """`comparison.json`: what `fp8q compare ORIGINAL` measured of `--model CANDIDATE` or `--url URL`."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from ...calibrate.text.evaluation import Protocol
 from ...core.errors import GateError
-from ...core.files import Strict
+from ...core.files import FirstSchema, Strict
 from ..accuracy.document import Estimate, RuntimeAccuracy, Verdict
 
 #: The name of the candidate among the runtimes; the original's are `bf16` and `fp32`.
@@ -91,7 +91,7 @@ class Cause(Strict):
 class PairComparison(Strict):
     """`comparison.json`."""
 
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_: FirstSchema = 1
     key: str = Field(description="SHA-256 of what the results depend on")
     tokens_sha256: str = Field(default="", description="SHA-256 of tokens.npz, from which the verdict is told again")
     original: CheckpointIdentity

@@ -7,12 +7,12 @@ Its key is a hash of everything that the answers depend on: the questions, the m
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, JsonValue
 
 from ...core.columns import Column, Table, count, text_column
-from ...core.files import Strict, read_document
+from ...core.files import FirstSchema, Strict, read_document
 from ...core.run import Run
 from ...quantize.checkpoint.card_additions import markdown_text
 
@@ -46,7 +46,7 @@ class MetricAnswers(Strict):
 class TaskAnswers(Strict):
     """A file of `answers/`. `seed`: of a task that samples."""
 
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_: FirstSchema = 1
     key: str = Field(description="SHA-256 of all that the answers depend on")
     task: str
     runtime: RuntimeName
@@ -122,7 +122,7 @@ class Scored(Strict):
 class TaskScores(Strict):
     """`evaluation.json`."""
 
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_: FirstSchema = 1
     harness: str = Field(description="lm-eval's version")
     limit: int | None = Field(default=None, description="the first so many questions of each task alone")
     chat: bool = Field(description="asked by the chat template")

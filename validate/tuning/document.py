@@ -4,13 +4,12 @@ tables that show them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
 
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from ...core.columns import Column, Table, count, increase, nats, number_column, size, text_column
-from ...core.files import PLAIN, Strict, read_document
+from ...core.files import PLAIN, FirstSchema, Strict, read_document
 from ...core.run import Run
 from ...options import DEFAULT_EXACT_TAIL, ONE, KvCache, Prefer, ScaleOptions, Server
 from .choices import Group, Mix, Shape, changes, members
@@ -129,7 +128,7 @@ class Chosen(Point):
 class Tuning(Strict):
     """`tune.json`; what is null had no budget to be chosen for."""
 
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_: FirstSchema = 1
     max_kl: float | None = None
     max_ppl_increase: float | None = None
     prefer: Prefer

@@ -1,13 +1,13 @@
 """`forms.json`: the form that `fp8q run` found for a limit, its cost, and what each other form would have cost."""
 
 from collections import Counter
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from ...core.columns import Column, Table, increase, nats, number_column, share, size, text_column
-from ...core.files import PLAIN, Strict, read_document
+from ...core.files import PLAIN, FirstSchema, Strict, read_document
 from ...core.run import Run
 from ...options import BF16, KvCache, Server
 from ..accuracy.decision import of_100, percent
@@ -54,7 +54,7 @@ class FormChoice(Strict):
     uses on this text; `met`: whether the verdict on the evaluation text is within the limits.
     """
 
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_: FirstSchema = 1
     server: Server
     limit: float = Field(description="of the increase of perplexity, a fraction")
     kl_limit_nats: float | None = Field(default=None, description="of KL from BF16; absent in files of older versions")
