@@ -25,7 +25,7 @@ PUBLIC = {("api.py", "told")}
 LONG_FILES = {"api.py"}
 #: How many there are of what is to become fewer: functions of more parameters, public names that are defined in more
 #: than one module, and imports of own modules in functions, outside `api` and `cli`.
-MANY, TWICE, IMPORTS_INSIDE = 1, 2, 26
+MANY, TWICE, IMPORTS_INSIDE = 1, 2, 25
 
 
 @dataclass(frozen=True)
