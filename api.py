@@ -332,7 +332,8 @@ def distill(
     A killed call goes on at the last saved step. Raises InputError for text that the run is evaluated on, too little
     of it, a source model that is gone, and a model that is too large for the memory.
     """
-    options, text = with_settings(options, settings), None if data is None else str(data)
+    options = with_settings(options, settings)
+    text = None if data is None else str(data)
     if options.train == "adapter":
         with run_at(path, progress, modules=(*CALIBRATE_MODULES, "peft")) as (run, notes):
             from .stages.learned_adapter import learn_adapter
@@ -532,7 +533,8 @@ def bench(
     with run_at(path, progress, modules=()) as (run, notes):
         from .stages.bench import bench
 
-        others, drawn = list(map(Path, against)), None if plot is None else Path(plot)
+        others = list(map(Path, against))
+        drawn = None if plot is None else Path(plot)
         return bench(run, notes, others, with_settings(options, settings), drawn)
 
 

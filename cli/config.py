@@ -90,7 +90,9 @@ def entries(arguments: ArgumentCollection) -> Iterator[tuple[str, Argument]]:
 def suggestion(name: str, known: Mapping[str, Argument]) -> str:
     """Suggest one of the `known` names for a misspelt one."""
     close = difflib.get_close_matches(name.lower().replace("_", "-"), known)
-    return f"did you mean {' or '.join(close)}?" if close else f"it takes {', '.join(known)}"
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return f"it takes {', '.join(known)}"
 
 
 def wanted(argument: Argument) -> str:
@@ -132,7 +134,9 @@ def typed(argument: Argument, value: object, file: Path) -> Token | None:
 def _choice_types(argument: Argument) -> set[type]:
     """The types of the values that an option chooses from; none for an option of any value."""
     hint: Any = argument.resolved_hint
-    return {type(choice) for choice in get_args(hint)} if get_origin(hint) is Literal else set()
+    if get_origin(hint) is Literal:
+        return {type(choice) for choice in get_args(hint)}
+    return set()
 
 
 def kinds(argument: Argument) -> tuple[type, type]:
@@ -166,7 +170,9 @@ def path_or_name(text: str, folder: Path) -> str:
         return f"{at(folder, head)}={weight}"
     spec = head if equals else text
     is_path = spec.endswith(SUFFIXES) or not is_hub_name(spec.partition(":")[0]) or lies_at(Path(), spec)
-    return str(at(folder, text)) if is_path or lies_at(folder, text) else text
+    if is_path or lies_at(folder, text):
+        return str(at(folder, text))
+    return text
 
 
 def at(folder: Path, text: str) -> Path:
@@ -187,7 +193,8 @@ def lies_at(folder: Path, text: str) -> bool:
 
 def written(arguments: ArgumentCollection, bound: BoundArguments, command: str) -> str:
     """The TOML file that repeats a command: every option's value, by name; what has none in a comment."""
-    lines, root = [f"# What `fp8q {command} --config FILE` repeats, as fp8q {__version__} understood it."], ""
+    lines = [f"# What `fp8q {command} --config FILE` repeats, as fp8q {__version__} understood it."]
+    root = ""
     known = dict(entries(arguments))
     for argument in arguments:
         root = root if argument.keys else argument.field_info.name

@@ -37,7 +37,8 @@ from .signals import drawing
 #: longer: nothing would ever be said of the time left.
 PACE_S = 3600.0
 #: A unit that takes so many times as long as the average before it, and so many seconds, is named with its time.
-PACE_TIMES, WAITED_S = 3.0, 10.0
+PACE_TIMES = 3.0
+WAITED_S = 10.0
 
 
 class Remaining(ProgressColumn):
@@ -48,11 +49,13 @@ class Remaining(ProgressColumn):
     def __init__(self, unit: str):
         """Name `unit`, a plural."""
         super().__init__()
-        self._unit, self._left = unit, TimeRemainingColumn(compact=True)
+        self._unit = unit
+        self._left = TimeRemainingColumn(compact=True)
 
     def render(self, task: Task) -> Text:
         """Return the text of the column; `since` in the task's fields: its elapsed seconds at the last advance."""
-        since, done = float(task.fields["since"]), int(task.completed)
+        since = float(task.fields["since"])
+        done = int(task.completed)
         waited = (task.elapsed or 0.0) - since
         usual = since / done if done else 0.0
         if task.finished or task.total is None or waited < max(WAITED_S, PACE_TIMES * usual):
@@ -93,7 +96,9 @@ def bar(
 #: Columns of a table that no terminal bounds.
 PIPE_WIDTH = 200
 #: The most characters of a line, and how many are kept of one that has more, at its beginning and its end.
-LONGEST, HEAD, TAIL = 1500, 1000, 400
+LONGEST = 1500
+HEAD = 1000
+TAIL = 400
 
 
 def one_line(text: str) -> str:

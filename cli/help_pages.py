@@ -257,7 +257,8 @@ def set_help(app: "App", words: Sequence[str]) -> list[str]:
     """Give the command in `words` its help page; returns `words` with cyclopts' own flag in the place of `ALL`."""
     all_options = ALL in words
     if words and words[0] in PAGES:
-        command, page = app[words[0]], PAGES[words[0]]
+        command = app[words[0]]
+        page = PAGES[words[0]]
         command.help_formatter = HelpFormatter(words[0], all_options)
         paragraphs = re.sub(r"(?<!\n)\n(?=\S)", " ", cleandoc(command.help))
         command.help = paragraphs  # a terminal breaks lines where it ends

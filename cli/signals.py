@@ -47,7 +47,9 @@ def deafen() -> None:
 def line(number: int) -> str:
     """Say which signal ended the program, and what is kept, where the command keeps something."""
     said = SIGNAL_TEXTS[signal.Signals(number)]
-    return said if WITHOUT_STAGES.intersection(sys.argv[1:2]) else f"{said}; {GOES_ON}"
+    if WITHOUT_STAGES.intersection(sys.argv[1:2]):
+        return said
+    return f"{said}; {GOES_ON}"
 
 
 def end_process(number: int, frame: FrameType | None) -> None:

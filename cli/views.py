@@ -128,7 +128,8 @@ def show_summary(speak: "Terminal", path: Path, as_json: bool, command: str) -> 
 
     The work is done, and it stands: what of the run cannot be read now is named in a note, and left out.
     """
-    run, made = Run(path), MADE[command]
+    run = Run(path)
+    made = MADE[command]
     contents = rows_of(run, speak, TABLES if as_json else made.tables)
     if as_json:
         emit(run_document(run, contents))

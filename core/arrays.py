@@ -53,7 +53,8 @@ def check_range(name: str, values: npt.NDArray[Any], least: float, most: float) 
     """Raise ValueError for an array with a value below `least` or above `most`; NaN is neither."""
     if np.isnan(values).all():
         return
-    low, high = np.nanmin(values), np.nanmax(values)
+    low = np.nanmin(values)
+    high = np.nanmax(values)
     if not least <= low <= high <= most:
         form = ",d" if values.dtype.kind in "iu" else "g"
         first, last, lower, upper = (format(bound, form) for bound in (low, high, least, most))

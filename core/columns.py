@@ -23,7 +23,9 @@ def share(fraction: float) -> str:
         return f"{percent:.0f} %" if percent else "0"
     if percent >= 1:
         return f"{percent:.2f} %"
-    return f"{percent:.2g} %" if percent >= 1e-4 else "<0.0001 %"
+    if percent >= 1e-4:
+        return f"{percent:.2g} %"
+    return "<0.0001 %"
 
 
 def increase(fraction: float) -> str:
@@ -33,12 +35,16 @@ def increase(fraction: float) -> str:
 
 def decibels(value: float) -> str:
     """Format a ratio in dB with one decimal; an infinite ratio is `exact`."""
-    return "exact" if value == float("inf") else f"{value:.1f}".replace("-", "−")
+    if value == float("inf"):
+        return "exact"
+    return f"{value:.1f}".replace("-", "−")
 
 
 def noise(value: float | None) -> str:
     """Format the decibels of a tensor that has a scale, for a sentence; None is `exact`."""
-    return "exact" if value is None else f"{decibels(value)} dB"
+    if value is None:
+        return "exact"
+    return f"{decibels(value)} dB"
 
 
 def magnitude(value: float) -> str:
@@ -70,7 +76,9 @@ def duration(seconds: float) -> str:
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import Any
 from .commands import in_run, name_in_commands
 
 #: The exit codes after Ctrl-C and SIGTERM: 128 plus the signal's number, as in shells.
-INTERRUPTED, TERMINATED = 130, 143
+INTERRUPTED = 130
+TERMINATED = 143
 
 
 class Fp8qError(Exception):
@@ -27,12 +28,16 @@ class Fp8qError(Exception):
     def __init__(self, subject: str | Path, fault: str, remedy: str = ""):
         """Store the parts."""
         super().__init__(subject, fault, remedy)
-        self.subject, self.fault, self.remedy = str(subject), fault, remedy
+        self.subject = str(subject)
+        self.fault = fault
+        self.remedy = remedy
 
     def __str__(self) -> str:
         """Render the error as one line."""
         subject = f"{self.subject}: " if self.subject else ""
-        return f"{subject}{self.fault}; {self.remedy}" if self.remedy else f"{subject}{self.fault}"
+        if self.remedy:
+            return f"{subject}{self.fault}; {self.remedy}"
+        return f"{subject}{self.fault}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the attributes, since subclasses are made of other arguments."""

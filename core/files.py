@@ -256,7 +256,8 @@ def locked(file: Path) -> Iterator[None]:
     """
     if file.is_symlink():
         raise InputError(file, "is a link, and a lock is a file of its own", "remove it")
-    held_locks, key = _held_locks.get(), file.resolve()
+    held_locks = _held_locks.get()
+    key = file.resolve()
     if (
         held_locks is not None and key in held_locks and os.fstat(held_locks[key].fileno()).st_nlink
     ):  # else it was removed with its folder

@@ -14,7 +14,9 @@ from typing import Concatenate, Generic, Literal, ParamSpec, TypeVar
 from .errors import visible
 
 #: The most characters of a name of a node, value or tensor (F314), of a name in a line, and of a message.
-LONGEST_TEXT, LONGEST_SHOWN, LONGEST_MESSAGE = 4096, 200, 1000
+LONGEST_TEXT = 4096
+LONGEST_SHOWN = 200
+LONGEST_MESSAGE = 1000
 #: The most places that are listed for one rule: a file may break it a million times.
 MOST_PLACES = 1000
 #: `note`: the file alone does not show that anything is wrong.

@@ -88,7 +88,8 @@ def make_header(
     end = 0
     for name in sorted(tensors, key=lambda name: -value_bits(tensors[name][0])):
         dtype, shape = tensors[name]
-        start, end = end, end + prod(shape) * value_bits(dtype) // 8
+        start = end
+        end = end + prod(shape) * value_bits(dtype) // 8
         offsets[name] = start, end
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(entries, separators=(",", ":")).encode()

@@ -46,7 +46,9 @@ def minutes(
     """Say each minute how much of the block's work is done, and when it has ended in which time, where that is worth a
     line.
     """
-    start, done, ended = time.monotonic(), 0, Event()
+    start = time.monotonic()
+    done = 0
+    ended = Event()
 
     def advance(units: int) -> None:
         nonlocal done
@@ -70,7 +72,9 @@ def minutes(
 
 def with_standing(description: str, standing: Standing | None) -> str:
     """The description of work, and how far it has come in words of its own."""
-    return f"{description}, {words}" if standing and (words := standing()) else description
+    if standing and (words := standing()):
+        return f"{description}, {words}"
+    return description
 
 
 def progress_line(description: str, done: int, total: int, unit: str, seconds: float) -> str:

@@ -81,7 +81,8 @@ class Run(RunFiles):
                 "is no fp8q run (there is no run.json)",
                 f"make one with `fp8q calibrate MODEL --data TEXT --out {self.root}`",
             )
-        recorded, again = self.record().stages.get(stage), stage_command(stage, self.root)
+        recorded = self.record().stages.get(stage)
+        again = stage_command(stage, self.root)
         if stage.startswith("export"):
             self.refuse_without_graph()
         name = str(path.relative_to(self.root))

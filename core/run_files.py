@@ -15,12 +15,15 @@ WORK = ".work"
 #: The model card in a checkpoint. It is no output in a stage's record: nothing reads it but people, who may edit it.
 CARD = "README.md"
 #: The file names of the graph, and of the same graph computing in FP32.
-GRAPH, GRAPH_FP32 = "model.onnx", "model.fp32.onnx"
+GRAPH = "model.onnx"
+GRAPH_FP32 = "model.fp32.onnx"
 
 
 def graph_names(adapter: str | None) -> tuple[str, str]:
     """Return the file names of the two graphs of the model, with `adapter` on or (None) without one."""
-    return (f"model.{adapter}.onnx", f"model.{adapter}.fp32.onnx") if adapter else (GRAPH, GRAPH_FP32)
+    if adapter:
+        return (f"model.{adapter}.onnx", f"model.{adapter}.fp32.onnx")
+    return (GRAPH, GRAPH_FP32)
 
 
 class _Path:

@@ -79,7 +79,9 @@ class WorkFolder:
     def path(self) -> Path:
         """The folder, which need not be there."""
         folder = self.run.root / f".{self.stage}{WORK}"
-        return folder / f"rank-{self.rank}" if self.rank else folder
+        if self.rank:
+            return folder / f"rank-{self.rank}"
+        return folder
 
     @contextmanager
     def opened(self, key: Mapping[str, object], note: Callable[[str], None] | None = None) -> Iterator[Path]:
@@ -89,7 +91,8 @@ class WorkFolder:
         the disk leave nothing behind: rank 0's folder is removed when the stage fails. `note` is called where a folder
         is emptied because this machine computes in another way.
         """
-        written, wanted = self._key_file, key_text(key)
+        written = self._key_file
+        wanted = key_text(key)
         before = written.read_text(encoding="utf-8") if written.is_file() else None
         if before != wanted:
             if before is not None and note is not None and (changed := changed_machine(before, wanted)):
@@ -162,7 +165,8 @@ class RunWriter:
                 others = {other: done for other, done in before.stages.items() if other != name}
                 record = before.model_copy(update={"model": dict(model or before.model), "stages": others})
                 write_document(self.run.record_file, record)
-                log, start = StageLog(), time.monotonic()
+                log = StageLog()
+                start = time.monotonic()
                 reset_peak_memory()
                 yield log
                 done = StageRecord(

@@ -226,7 +226,8 @@ class Declared:
             return
         wanted = [KINDS[kind] for kind in self.kinds if kind is not NoneType]
         wanted += [f"a sequence of {PLURALS[kind]}" for kind in self.many]
-        kind, words = KINDS.get(type(value), type(value).__name__), " or ".join(wanted)
+        kind = KINDS.get(type(value), type(value).__name__)
+        words = " or ".join(wanted)
         raise InputError(f"{self.option} {value!r}", f"is {kind}, not {words}", f"give {words}")
 
 
@@ -249,7 +250,8 @@ def _is_one_of(value: Any, kinds: Iterable[type]) -> bool:
 def _kinds_of(hint: Any, by_text: bool) -> tuple[tuple[type, ...], tuple[type, ...]]:
     """The kinds of values that a field of the type `hint` takes, and those of which it takes several; none: any."""
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    one, many = list[type](), list[type]()
+    one: list[type] = []
+    many: list[type] = []
     for part in parts:
         kinds = get_args(part) if get_origin(part) is tuple else (part,)
         known = [kind for kind in kinds if kind in KINDS or kind is NoneType]
@@ -272,7 +274,8 @@ class Options:
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
         """Note the names of the options that are given; `dataclasses.replace` gives all, which says nothing."""
-        options, names = super().__new__(cls), [field.name for field in fields(cls)]
+        options = super().__new__(cls)
+        names = [field.name for field in fields(cls)]
         asked = {*named, *names[: len(values)]}
         object.__setattr__(options, "_asked", frozenset(asked) if asked < {*names} else frozenset())
         return options
@@ -307,7 +310,8 @@ class Options:
             marks: tuple[Any, ...] = getattr(hint, "__metadata__", ())
             shown = [mark for mark in marks if isinstance(mark, Parameter) and mark.help]
             if shown:
-                inner, converter = get_args(hint)[0], shown[0].converter
+                inner = get_args(hint)[0]
+                converter = shown[0].converter
                 rules = [mark for mark in marks if callable(mark) and not isinstance(mark, Parameter)]
                 names[name] = Declared(
                     next(iter(shown[0].name or ()), f"--{name.replace('_', '-')}"),
@@ -325,9 +329,11 @@ class Options:
         """The fields of a stage's key with the class of each: all but the `Unkeyed`, with the fields of nested option
         classes.
         """
-        hints, owners = get_type_hints(cls, include_extras=True), dict[str, type[Options]]()
+        hints = get_type_hints(cls, include_extras=True)
+        owners: dict[str, type[Options]] = {}
         for field in fields(cls):
-            marks, inner = getattr(hints[field.name], "__metadata__", ()), (get_args(hints[field.name]) or (None,))[0]
+            marks = getattr(hints[field.name], "__metadata__", ())
+            inner = (get_args(hints[field.name]) or (None,))[0]
             if isinstance(inner, type) and issubclass(inner, Options):
                 owners |= dict.fromkeys(inner.keyed(), inner)
             elif not any(isinstance(mark, Unkeyed) for mark in marks):
@@ -339,7 +345,9 @@ def _as_path(value: Any) -> Any:
     """Make a path of text, and paths of a sequence of text; anything else stays."""
     if isinstance(value, list | tuple):
         return tuple(map(_as_path, value))
-    return Path(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return Path(value)
+    return value
 
 
 def first_changed(options: Options, names: Iterable[str]) -> str | None:
@@ -349,7 +357,8 @@ def first_changed(options: Options, names: Iterable[str]) -> str | None:
     changed = next((name for name in names if getattr(options, name) != getattr(type(options), name)), None)
     if changed is None:
         return None
-    flag, value = options.declared()[changed].option, getattr(options, changed)
+    flag = options.declared()[changed].option
+    value = getattr(options, changed)
     return flag if value is True else f"{flag} {value}"
 
 
@@ -357,7 +366,7 @@ def words_of(cls: type[Options], recorded: Mapping[str, Any], but: Collection[st
     """The words of a command line for the options of `cls` that a stage's record has with other values than the
     defaults, without those named in `but`.
     """
-    words = list[str]()
+    words: list[str] = []
     for name, owner in cls.keyed().items():
         value = recorded.get(name)
         values = tuple(value) if isinstance(value, list) else value

@@ -149,7 +149,8 @@ class EngineOptions(Options):
         """Refuse sizes that do not fit together, and a minimal share for an engine without FP8."""
         super().__post_init__()
         for name, limit in (("max_prompt", "max_seq_len"), ("opt_seq_len", "max_seq_len"), ("opt_batch", "max_batch")):
-            value, most = getattr(self, name), getattr(self, limit)
+            value = getattr(self, name)
+            most = getattr(self, limit)
             if value is not None and most is not None and value > most:
                 option, of = (self.declared()[field].option for field in (name, limit))
                 raise InputError(

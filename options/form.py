@@ -56,13 +56,17 @@ class Form:
 
     def __str__(self) -> str:
         """The form as `--form` takes it."""
-        return self.kind if self.tail is None else f"tail:{self.tail}"
+        if self.tail is None:
+            return self.kind
+        return f"tail:{self.tail}"
 
     @property
     def words(self) -> str:
         """The form in words, for tables and notes: `one term`, `a tail of 64`."""
         words, _ = WORDS[self.kind]
-        return words if self.tail is None else f"{words} of {self.tail}"
+        if self.tail is None:
+            return words
+        return f"{words} of {self.tail}"
 
     @property
     def static(self) -> bool:
@@ -77,10 +81,16 @@ class Form:
     @property
     def terms(self) -> Literal[0, 1, 2]:
         """The number of codes that a value has where it has most; 0 for BF16."""
-        return 0 if self.kind == "bf16" else 2 if self.kind in ("two", "tail") else 1
+        if self.kind == "bf16":
+            return 0
+        return 2 if self.kind in ("two", "tail") else 1
 
 
-ONE, TWO, DYNAMIC, BLOCK, BF16 = Form("one"), Form("two"), Form("dynamic"), Form("block"), Form("bf16")
+ONE = Form("one")
+TWO = Form("two")
+DYNAMIC = Form("dynamic")
+BLOCK = Form("block")
+BF16 = Form("bf16")
 #: Names of forms that need no number, and the forms that are codes under a scale of run time.
 NAMED: dict[str, Form] = {kind: Form(kind, DEFAULT_EXACT_TAIL if kind == "tail" else None) for kind in KINDS}
 AT_RUN_TIME: tuple[Form, ...] = tuple(form for form in NAMED.values() if form.at_run_time)

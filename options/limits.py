@@ -54,4 +54,6 @@ class VerdictLimits(Options):
             return f"--max-ppl-increase {100 * self.max_ppl_increase:g}%"
         if self.max_kl is not None:
             return f"--max-kl {self.max_kl:g}"
-        return None if self.max_flips is None else f"--max-flips {100 * self.max_flips:g}%"
+        if self.max_flips is None:
+            return None
+        return f"--max-flips {100 * self.max_flips:g}%"

@@ -35,7 +35,9 @@ class RunOptions:
 
     def without_idle_graph(self) -> "RunOptions":
         """Return these options without a graph, where the server reads none."""
-        return self if self.server == "tensorrt" else replace(self, export=replace(self.export, graph=False))
+        if self.server == "tensorrt":
+            return self
+        return replace(self, export=replace(self.export, graph=False))
 
     @property
     def finds_form(self) -> bool:

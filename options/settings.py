@@ -59,7 +59,7 @@ def with_settings_of_both(first: First, second: Second, settings: Mapping[str, A
 
 def option_names(options: Any) -> set[str]:
     """The names of all fields of `options`, with those of option classes within them."""
-    names = set[str]()
+    names: set[str] = set()
     for field in fields(options):
         value = getattr(options, field.name)
         names |= {field.name} | (option_names(value) if is_dataclass(value) else set())

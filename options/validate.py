@@ -49,8 +49,10 @@ class Runtime:
 
 
 def _graph_runtime(library: GraphLibrary, precision: Precision = "fp8") -> Runtime:
-    graph, engine = "`model.fp32.onnx` on ONNX Runtime", "the engine for this machine's GPU"
-    runs, arithmetic = graph if library == "onnxruntime" else engine, ""
+    graph = "`model.fp32.onnx` on ONNX Runtime"
+    engine = "the engine for this machine's GPU"
+    runs = graph if library == "onnxruntime" else engine
+    arithmetic = ""
     if precision != "fp8":
         arithmetic = precision.upper()
         command = "export" if library == "onnxruntime" else "build-engine"
@@ -235,7 +237,9 @@ class ValidateOptions(VerdictLimits):
     @property
     def chosen(self) -> tuple[str, ...]:
         """The requested runtimes, or the default ones."""
-        return DEFAULT_RUNTIMES if self.runtimes is None else self.runtimes
+        if self.runtimes is None:
+            return DEFAULT_RUNTIMES
+        return self.runtimes
 
     @property
     def without_torch(self) -> bool:

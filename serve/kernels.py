@@ -22,7 +22,8 @@ from .loop.device_kernels import LINE_HALVES, PTX, SUMMARIZE, THREADS, TILE, WOR
 from .loop.sampling import BLOCK
 
 #: Compute capability and PTX ISA of the compiled kernels.
-CAPABILITY, ISA = 80, 80
+CAPABILITY = 80
+ISA = 80
 #: Triton's declaration of shared memory, but for its size.
 SHARED = ".extern .shared .align 16 .b8 global_smem"
 
@@ -79,7 +80,8 @@ def summarize(
     inverse = tl.load(inverses_at + row)
     base = tl.where(largest == float("-inf"), 0.0, largest)  # of a block that is forbidden as a whole
     weights = tl.exp((logits - base[:, None]) * inverse)
-    to, there = row * blocks + number, number < blocks
+    to = row * blocks + number
+    there = number < blocks
     tl.store(maxima_at + to, largest, mask=there)
     tl.store(sums_at + to, tl.sum(weights, 1), mask=there)
     tl.store(places_at + to, place, mask=there)

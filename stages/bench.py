@@ -34,7 +34,8 @@ from .shared.opening import open_run
 #: A measured model: its name in the tables, its run and precision.
 Named = tuple[str, Run, Precision]
 #: The default sizes.
-BATCH_SIZES, PROMPT_LENGTHS = (1, 8), (32, 256)
+BATCH_SIZES = (1, 8)
+PROMPT_LENGTHS = (32, 256)
 #: The runtimes that multiply FP8 codes by FP8 codes.
 FP8_RUNTIMES = ("tensorrt", "tensorrt-rtx")
 #: A model of nothing.
@@ -129,7 +130,8 @@ def named_models(run: Run, against: Sequence[Path], runtime: str) -> list[Named]
                 "leave one of them out",
             )
         return [("bf16", run, "bf16")]
-    stages, others = run.record().stages, [open_run(path) for path in against]
+    stages = run.record().stages
+    others = [open_run(path) for path in against]
     check_same_model(run, others)
     baselines = [
         baseline for baseline in get_args(Baseline) if f"export-{baseline}" in stages and runtime != "reference"
@@ -143,7 +145,8 @@ def named_models(run: Run, against: Sequence[Path], runtime: str) -> list[Named]
 
 def check_same_model(run: Run, others: Sequence[Run]) -> None:
     """Raise InputError, naming them, for `others` of another model than `run`, and for runs that are named twice."""
-    seen, mine = {run.root.resolve()}, run.record().model
+    seen = {run.root.resolve()}
+    mine = run.record().model
     for other in others:
         if other.root.resolve() in seen:
             raise InputError(f"--against {other.root}", "is measured already", "name each run once")
@@ -206,7 +209,8 @@ def sizes(
     rows = min((contender.most_rows for contender in sessions if contender.most_rows), default=None)
     bounds = [positions(run), *(contender.most_positions for contender in sessions)]
     most = min((bound for bound in bounds if bound), default=None)
-    batches, prompts = options.batch_sizes, options.prompt_lengths
+    batches = options.batch_sizes
+    prompts = options.prompt_lengths
     if rows is not None and batches and batches[-1] > rows:
         raise InputError(
             f"--batch-sizes {batches[-1]:,}", f"is more than {rows:,}, the most that the runtime takes at once"

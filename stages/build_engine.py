@@ -28,8 +28,10 @@ def build_engine(run: Run, notes: Notes, options: EngineOptions) -> list[EngineI
     if options.adapter is None:
         note_base_alone(run, "these engines run", notes)
     options = resolve(options)
-    precision, stage = options.precision, build_engine_stage(options.precision, options.adapter)
-    inputs, scales = files_of(run, precision), load_scales(run) if precision == "fp8" else None
+    precision = options.precision
+    stage = build_engine_stage(options.precision, options.adapter)
+    inputs = files_of(run, precision)
+    scales = load_scales(run) if precision == "fp8" else None
     max_seq_len = lower_default(
         "--max-seq-len", options.max_seq_len, DEFAULT_SEQ_LEN, positions(run), "the model's positions", notes
     )
@@ -49,7 +51,8 @@ def build_engine(run: Run, notes: Notes, options: EngineOptions) -> list[EngineI
 
 def _check_calls(lengths: Iterable[int], options: EngineOptions, max_seq_len: int) -> None:
     """Raise InputError where an engine takes no call that is longer than the run's tail, of these `lengths`."""
-    longest, tail = options.max_prompt or max_seq_len, max(lengths, default=0)
+    longest = options.max_prompt or max_seq_len
+    tail = max(lengths, default=0)
     if longest <= tail:
         option = "--max-prompt" if options.max_prompt else "--max-seq-len"
         raise InputError(

@@ -33,7 +33,8 @@ from .shared.texts import check_there
 
 #: The bytes of second moments for a byte of the model in BF16, about; and the share of the free disk that they may take
 #: where nobody asked for them.
-MOMENTS_BYTES, DISK_SHARE = 2, 0.1
+MOMENTS_BYTES = 2
+DISK_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,8 @@ def _for_later(run: Run, what: Calibration, source: Source, world: World) -> boo
 
 def _checked(run: Run, what: Calibration, notes: Notes, world: World) -> tuple[Source, ModelGemms, Collected]:
     """Check model, texts and options, before any file is written."""
-    options, later = what.options.calibrate, what.later
+    options = what.options.calibrate
+    later = what.later
     before = run.record().model
     if later:
         later.check_options(run)
@@ -152,9 +154,12 @@ def _checked(run: Run, what: Calibration, notes: Notes, world: World) -> tuple[S
 
 def scales(run: Run, notes: Notes, options: RescaleOptions) -> Run:
     """Choose all scales of `run` again, from its statistics, and write its checkpoint and graphs anew."""
-    chosen, graph, source = rescaled(run, options), export_options(run), sources.source_of(run)
+    chosen = rescaled(run, options)
+    graph = export_options(run)
+    source = sources.source_of(run)
     check_attention(adapters_of(run), ExportOptions(), chosen)
-    gemms, measured = sources.gemms_of(source, chosen), load_record(run).corpus
+    gemms = sources.gemms_of(source, chosen)
+    measured = load_record(run).corpus
     if remark := few_tokens_note(gemms, chosen, measured.windows, measured.seq_len):
         notes.note(remark)
     _quantized(run, source, gemms, chosen, notes)

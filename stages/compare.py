@@ -50,7 +50,8 @@ def compare_served(run: Run, notes: Notes, options: CompareOptions) -> ModelComp
         check_candidate(options.model)
     checked_model(run)
     run.refuse_stale(VALIDATE.name)
-    stored_tokens, recorded = load_top_logits(run), run.record().stages[VALIDATE.name].outputs
+    stored_tokens = load_top_logits(run)
+    recorded = run.record().stages[VALIDATE.name].outputs
     inputs = {path.name: recorded[path.name] for path in (run.tokens, run.top_logits)}
     key = Key(inputs, options, NO_FACTS)
     with COMPARE.writing(run, key, notes) as log:
@@ -97,7 +98,8 @@ def _asked(
     more = more_positions(load_accuracy(run).protocol, stored_tokens, tail, name_in_commands(run.root))
     judged = judge(stored_tokens, asked.answers, windows, more)
     if judged.verdict != "validated":
-        prefix, again = len(load_accuracy(run).protocol.prefix), None
+        prefix = len(load_accuracy(run).protocol.prefix)
+        again = None
         if prefix and asked.answers.with_logprobs:
             shorter = without_prefix(prompts, prefix, WITHOUT_BOS)
             (part := folder / "without-prefix").mkdir(exist_ok=True)
@@ -146,7 +148,9 @@ def _by_unit_cache(
 
     tried = with_unit_cache(run, stored_tokens, device(), notes)
     again = judge(tried, answers, np.nonzero(stored_tokens.positions)[0])
-    return again if again.arithmetics == [ARITHMETICS[UNIT_CACHE]] else judged
+    if again.arithmetics == [ARITHMETICS[UNIT_CACHE]]:
+        return again
+    return judged
 
 
 def renderer_of(model: Path, notes: Reporter) -> Callable[[str], str] | None:

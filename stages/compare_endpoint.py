@@ -144,7 +144,8 @@ def _asked_positions(evaluation: Evaluation, windows: int | None, longest: int |
             f"the server takes {longest:,} tokens of a prompt, and the tokens of {data} that are scored come later",
             "give a smaller --context",
         )
-    total, asked = int(evaluation.scored.sum()), int(scored[chosen].sum())
+    total = int(evaluation.scored.sum())
+    asked = int(scored[chosen].sum())
     update = {"tokens": asked, "of_tokens": evaluation.protocol.of_tokens or (total if asked < total else None)}
     return replace(
         evaluation,
@@ -175,7 +176,8 @@ def _cause(url: str, fault: str) -> Cause:
 
 def _paired(evaluation: Evaluation, outcome: Outcome, asked: AskedEndpoint) -> Outcome:
     """Set the server's numbers beside those of the original at the answered positions."""
-    rows, answers = asked.answers.rows, asked.answers
+    rows = asked.answers.rows
+    answers = asked.answers
     measured: dict[str, TokenValues] = {
         name: {quantity: values[rows] for quantity, values in of_runtime.items()}
         for name, of_runtime in outcome.measured.items()

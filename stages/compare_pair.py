@@ -98,7 +98,10 @@ from .shared.texts import read_tokens
 #: What stands before the candidate's directory in messages.
 OPTION = "--model "
 #: The files of a comparison in its directory, and the folder with which a killed one goes on.
-NUMBERS, TOKENS, PAGE, WORK = "comparison.json", "tokens.npz", "report.html", ".compare.work"
+NUMBERS = "comparison.json"
+TOKENS = "tokens.npz"
+PAGE = "report.html"
+WORK = ".compare.work"
 #: In that folder: who loads the candidate, once each of its layers has run a token.
 CHECKED = "candidate.json"
 #: There too: the hidden states and the results of layers.
@@ -131,7 +134,8 @@ class CheckpointPair:
 
         The tokens, since another tokenizer may cut the same text into as many.
         """
-        files, protocol = [model.sha256 for model in self.models], self.evaluation.protocol.model_dump_json()
+        files = [model.sha256 for model in self.models]
+        protocol = self.evaluation.protocol.model_dump_json()
         tokens = hashlib.sha256(self.evaluation.ids.tobytes()).hexdigest()
         parts = (__version__, *files, tokens, protocol, self.options.module_windows)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -250,7 +254,8 @@ def streamed_openers(
 def _compared_by_layer(pair: CheckpointPair, out: Path, vocabulary: int) -> PairComparison:
     """Compare the models with one decoder layer of each in memory, and write the results."""
     original, wide = (_original_chain(pair.paths[0], dtype) for dtype in ORIGINAL_DTYPES.values())
-    ids, work = pair.evaluation.ids, out / WORK / pair.key
+    ids = pair.evaluation.ids
+    work = out / WORK / pair.key
     windows = StreamedWindows.cut(ids, windows_at_once(ids.shape[1], None, vocabulary), _module_windows(pair))
     outputs = {BASELINE: original.layer_output, FLOAT32: wide.layer_output, CANDIDATE: original.layer_output}
     check_disk(work / LAYERS, outputs, windows, out)
@@ -451,9 +456,11 @@ def original_openers(original: Path) -> dict[str, Opener]:
 
 def with_buckets(outcome: Outcome) -> Outcome:
     """Add losses by position, and the candidate's increase on either half of the windows."""
-    base, runtimes = outcome.nll["bf16"], {}
+    base = outcome.nll["bf16"]
+    runtimes = {}
     for name, runtime in outcome.accuracy.runtimes.items():
-        nll, kl = outcome.nll[name], outcome.kl.get(name)
+        nll = outcome.nll[name]
+        kl = outcome.kl.get(name)
         update: dict[str, object] = {"by_position": by_position(nll, None if name == "bf16" else base, kl)}
         if name == CANDIDATE:
             update["increase_halves"] = increase_halves(base, nll)
@@ -497,7 +504,8 @@ def unseen(context: int, positions: int | None) -> list[str]:
 
 def flips_and_kl(outcome: Outcome, windows: npt.NDArray[np.intp]) -> tuple[Estimate, Estimate]:
     """The candidate's flips and KL with their intervals over `windows` [tokens], the window of each token."""
-    bootstrap, measured = Bootstrap(windows), outcome.measured[CANDIDATE]
+    bootstrap = Bootstrap(windows)
+    measured = outcome.measured[CANDIDATE]
     flips = bootstrap.interval(1.0 - measured[TOP1].astype(np.float64))
     kl = bootstrap.interval(measured[kl_from(BASELINE)].astype(np.float64))
     return flips.estimate, kl.estimate
@@ -514,7 +522,8 @@ def _logits(model: torch.nn.Module) -> AnyForward:
 
 def _explain(pair: CheckpointPair) -> Explanation:
     """Compare modules on evenly spaced windows, both models in memory, and name the causes."""
-    ids, chosen = pair.evaluation.ids, _module_windows(pair)
+    ids = pair.evaluation.ids
+    chosen = _module_windows(pair)
     if not len(chosen):
         return [], [], causes_of(Facts(*pair.paths, pair.configs, pair.file_causes))
     original = loaded_checkpoint(pair.paths[0], "", torch.bfloat16).to(device())
@@ -522,7 +531,8 @@ def _explain(pair: CheckpointPair) -> Explanation:
     windows = [torch.from_numpy(ids[number : number + 1]).to(device()) for number in chosen]
     with pair.progress.track("Comparing modules", len(windows), "windows") as advance, gemms_in_fp32():
         modules, hidden = compare_modules(original, candidate, windows, advance)
-    weights, experts = (matrices(original), matrices(candidate)), expert_errors(original, candidate)
+    weights = (matrices(original), matrices(candidate))
+    experts = expert_errors(original, candidate)
     tables = embedding_errors(original, candidate)
     facts = Facts(*pair.paths, pair.configs, pair.file_causes, modules, weights, experts, tables)
     return modules, hidden, causes_of(facts)

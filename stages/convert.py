@@ -123,7 +123,8 @@ def _open_source(model: str, options: ConvertOptions, progress: Reporter) -> _So
 
 def _check_out(out: Path, source: _Source) -> None:
     """Raise InputError for a directory that the checkpoint cannot be written to."""
-    inside, source_folder = local_path(out).resolve(), source.path.resolve()
+    inside = local_path(out).resolve()
+    source_folder = source.path.resolve()
     if inside == source_folder or source_folder in inside.parents:
         raise InputError(out, f"lies in {source.name}, which is converted", "name a directory elsewhere with --out")
     if exists(out) and not out.is_dir():

@@ -31,7 +31,8 @@ from ..core.reporter import Reporter
 from ..core.undo import at_end
 
 #: The file of a directory that is being written, and its lock.
-PROGRESS, LOCK = ".convert.json", ".convert.lock"
+PROGRESS = ".convert.json"
+LOCK = ".convert.lock"
 
 
 class ConvertProgress(Strict):
@@ -162,7 +163,8 @@ def _is_written(name: str, planned: PlannedFiles) -> bool:
 
 
 def _check_room(out: Path, planned: PlannedFiles, done: int) -> None:
-    free, needed = shutil.disk_usage(out).free, planned.nbytes - done
+    free = shutil.disk_usage(out).free
+    needed = planned.nbytes - done
     if free < needed:
         raise InputError(
             out, f"has {free:,} bytes free, and the checkpoint takes {needed:,}", "free some, or name another"

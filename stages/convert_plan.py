@@ -134,7 +134,8 @@ def _check_sizes(plan: CheckpointPlan, config: Mapping[str, Any], path: Path) ->
 
 def _planned(plan: CheckpointPlan, path: Path, config: Mapping[str, Any]) -> PlannedCheckpoint:
     """The checkpoint as the lint would open it."""
-    tensors, made = dict[str, StoredTensor](), set[str]()
+    tensors: dict[str, StoredTensor] = {}
+    made: set[str] = set()
     for shard in plan.shards:
         copied = {copy.name: copy.stored for copy in shard.copies}
         tensors |= {**shard.tensors, **copied}

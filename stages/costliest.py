@@ -70,7 +70,8 @@ def _predicted(
 ) -> Costliest:
     """Predict the loss of each weight of the run, whose codes are rounded to nearest, and choose the costliest."""
     predicted = predicted_losses(run, source, SensitivityOptions(windows=WINDOWS, measure=0), folder, notes)
-    scales, record = load_scales(run), load_record(run)
+    scales = load_scales(run)
+    record = load_record(run)
     losses = {loss.module: loss.kl_nats for loss in predicted.modules if loss.kind == "weight"}
     numbers = {module: weight.channels * gemms.widths[module] for module, weight in scales.weights.items()}
     return Costliest(

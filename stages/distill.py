@@ -71,7 +71,8 @@ def learn_blocks(
 
     Raises InputError for a model that is no chain of layers.
     """
-    begun, seed = time.monotonic(), options.seed
+    begun = time.monotonic()
+    seed = options.seed
     windows = BlockText.cut(text.windows, text.held_out, options.batch_size, seed)
     steps = max(1, round(len(windows.train) * options.epochs))
     notes.note(
@@ -121,9 +122,11 @@ SHARDED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_ME
 #: the forward pass rounds to; a byte each for its first code and its range.
 BYTES_A_WEIGHT = 26
 #: Bytes that ranks share with --shard, the first five of these; of the others the first code alone is kept then.
-SHARED_BYTES, UNSHARED_BYTES = 20, 1
+SHARED_BYTES = 20
+UNSHARED_BYTES = 1
 #: Bytes while the student is loaded: the teacher's are shared by then, the student's weight and first code are not yet.
-TEACHER_BYTES, LOADED_BYTES = 4, 5
+TEACHER_BYTES = 4
+LOADED_BYTES = 5
 
 
 class LearningTask(Strict):
@@ -224,7 +227,8 @@ def receive_task(run: Run, world: World) -> tuple[LearningTask, tuple[Tokens, To
     sent = world.gathered({})[0]
     if not sent:
         return None
-    task, windows = LearningTask.model_validate(sent), (world.sent(None), world.sent(None))
+    task = LearningTask.model_validate(sent)
+    windows = (world.sent(None), world.sent(None))
     recorded = run.record().stages.get(QUANTIZE.name)
     if recorded is None or recorded.outputs != task.start:
         raise InputError(
@@ -236,7 +240,8 @@ def receive_task(run: Run, world: World) -> tuple[LearningTask, tuple[Tokens, To
 
 
 #: One of so many windows is held out, and no more than so many.
-HELD_OUT, MOST_HELD_OUT = 10, 64
+HELD_OUT = 10
+MOST_HELD_OUT = 64
 #: The float model finds other text than the calibration text this much harder, nats a token, before that is noted.
 OTHER_DOMAIN = 1.0
 #: Windows of each text on which that is measured.
@@ -282,14 +287,16 @@ def _learn_unless_done(run: Run, notes: Notes, data: str | None, options: Distil
     checked_model(run)
     note_base_alone(run, "weights are learned by", notes)
     check_no_blocks(run)
-    source, scales = source_of(run), scale_options(run)
+    source = source_of(run)
+    scales = scale_options(run)
     if options.scales == "learned" and scales.weight_scale == "tensor":
         raise InputError(
             "--scales learned",
             "lets each output channel have its own scale, and the run has one for each weight",
             "leave it out, or choose `fp8q scales --weight-scale channel` before",
         )
-    text, start = learning_text(run, source, data, options, notes), rounding_key(run, source, scales)
+    text = learning_text(run, source, data, options, notes)
+    start = rounding_key(run, source, scales)
     inputs = {**start.inputs, "windows": sha256_of(text.windows), "held out": sha256_of(text.held_out)}
     key = Key(inputs, options, DistillFacts(data=text.name, start=identity(start)))
     if DISTILL.is_current(run, key):
@@ -349,9 +356,11 @@ def learning_text(run: Run, source: Source, data: str | None, options: LearningO
 
     Raises InputError for text that the run evaluates on, and for too little to hold anything out.
     """
-    windows, name = load_tokens(run, run.calibration), run.facts(CORPUS).data
+    windows = load_tokens(run, run.calibration)
+    name = run.facts(CORPUS).data
     if data is not None:
-        tokenizer, packing = load_tokenizer(source), Packing(windows.shape[1], tuple(opening_of(run).prefix))
+        tokenizer = load_tokenizer(source)
+        packing = Packing(windows.shape[1], tuple(opening_of(run).prefix))
         text = read_other(run, data, tokenizer, source.text_config.vocab_size, notes)
         evaluated = tokenizer.decode(load_tokens(run, run.evaluation))
         overlap = measure_overlap(text.documents.texts, [str(evaluated)], windows.shape[1])
@@ -361,7 +370,8 @@ def learning_text(run: Run, source: Source, data: str | None, options: LearningO
                 f"{overlap.shown} of the text that {run.root} is evaluated on is in it, or the other way round",
                 "learn from other text, or give --allow-overlap",
             )
-        windows, name = packing.windows(text.ids, packing.starts(text.ids)), text.name
+        windows = packing.windows(text.ids, packing.starts(text.ids))
+        name = text.name
     if options.samples is not None and options.samples < len(windows):
         chosen = np.linspace(0, len(windows) - 1, options.samples).round().astype(np.int64)
         windows = windows[chosen]
@@ -383,7 +393,9 @@ def _learn(
 
     `before`: the outcome of layers that learned one by one; the model begins with their codes, where these are better.
     """
-    begun, options, text = time.monotonic(), what.options, what.text
+    begun = time.monotonic()
+    options = what.options
+    text = what.text
     schedule = Schedule(
         options.epochs, options.batch_size, options.learning_rate, options.seed, gradients=options.gradients
     )
@@ -435,7 +447,8 @@ def _models(
     judge(teacher)
     if sharing is not None:
         shard_model(teacher, sharing)
-    other, stored = load_model(source, torch.float32, device()), open_codes(run.model, "exact", torch.float32, device())
+    other = load_model(source, torch.float32, device())
+    stored = open_codes(run.model, "exact", torch.float32, device())
     kind = partial(LearnedLinear, learn_scale=scales == "learned")
     student, layers = student_of(other, stored, load_scales(run).activations, kind)
     if sharing is not None:
@@ -457,10 +470,12 @@ def train(
     """
     windows = (what.text.windows, what.text.held_out)
     steps = planned_steps(len(what.text.windows), schedule)
-    scored = list["Moment"]()
+    scored: list[Moment] = []
 
     def standing() -> str:
-        return f"held-out KL {scored[-1].kl:.3e} nats" if scored else ""
+        if scored:
+            return f"held-out KL {scored[-1].kl:.3e} nats"
+        return ""
 
     with notes.track(f"Learning {what.learned}", steps, "steps", standing) as advance, quiet_transformers():
         listener = Listener(
@@ -526,7 +541,8 @@ def note_domain(what: Learning[LearnedBy], teacher: PreTrainedModel, notes: Note
 
 def _cost(what: Learning[LearnedBy], pace: StepPace) -> str:
     """Tell what learning takes: tokens, passes, and the time by the `pace` of a real step."""
-    text, epochs = what.text, what.options.epochs
+    text = what.text
+    epochs = what.options.epochs
     return (
         f"distill: {text.windows.size:,} tokens of {text.name}, {epochs:g} {'pass' if epochs == 1 else 'passes'}, "
         f"{text.held_out.size:,} held out: a step takes {duration(pace.step_seconds)}, an evaluation "
@@ -537,4 +553,6 @@ def _cost(what: Learning[LearnedBy], pace: StepPace) -> str:
 def _blamed(student: PreTrainedModel, ids: torch.Tensor) -> str:
     """Name the first module of `student` whose output is not finite on `ids`, as the end of a sentence."""
     first = culprit(student, lambda: student(input_ids=ids, use_cache=False), ids.shape[1])
-    return f", first by the output of {first.module}" if first else ""
+    if first:
+        return f", first by the output of {first.module}"
+    return ""

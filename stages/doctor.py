@@ -75,7 +75,8 @@ def doctor(run: Run, notes: Notes, options: DoctorOptions) -> Checkup:
 
 
 def _remedies(run: Run, scales: Scales) -> Remedies:
-    record, corpus = run.record(), load_record(run).corpus
+    record = run.record()
+    corpus = load_record(run).corpus
     chosen = run.options(QUANTIZE)
     return Remedies(
         str(run.root),
@@ -113,7 +114,9 @@ def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> lis
     from ..validate.advice.activation_watch import Watcher
     from ..validate.advice.hidden_states import ModelPair
 
-    where, remedies, scales = device(), what.remedies, what.scales
+    where = device()
+    remedies = what.remedies
+    scales = what.scales
     notes.note(_announced(what.run, windows))
     model = load_model(source, torch.bfloat16, where).requires_grad_(False)
     pair = ModelPair(model, open_reference(what.run, "fast", where), _layers(model, source))
@@ -124,7 +127,8 @@ def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> lis
             with pair.reference.answering(ids.shape[1] - prompt_of(ids.shape[1])):
                 pair.run(ids, watcher.watching(ids))
             advance(ids.numel())
-    seen, divergences = watcher.seen, pair.divergences
+    seen = watcher.seen
+    divergences = pair.divergences
     fp16 = export_options(what.run).dtype == "fp16"
     return [
         *running.norm_inputs(seen, fp16, remedies),
@@ -138,7 +142,8 @@ def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> lis
 
 def _announced(run: Run, windows: Tokens) -> str:
     """Say what is run, and its time on this CPU, before anything is loaded."""
-    seconds, steps = token_seconds(run), len(MODELS) * ANSWER
+    seconds = token_seconds(run)
+    steps = len(MODELS) * ANSWER
     time = ""
     if seconds is not None:
         tokens = PASSES * windows.size + STEP_TOKENS * steps

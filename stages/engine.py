@@ -84,7 +84,8 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     chosen = [info for info in engines if not targets or info.target in targets]
     if plan is not None and len(chosen) > 1:
         raise InputError(f"--plan {plan}", "belongs to one target", f"name it with --target, one of {', '.join(built)}")
-    scales, graph = load_scales(run), sound_graph(run.require(run.onnx, "export"))
+    scales = load_scales(run)
+    graph = sound_graph(run.require(run.onnx, "export"))
     expected = run_expectation(run, scales)
     return [
         view(info, engine_file(run, info, plan), graph, expected, scales, None if plan else inspected_file(run, info))
@@ -96,7 +97,9 @@ def inspected_file(run: Run, info: EngineInfo) -> Path | None:
     """The file of what TensorRT's inspector said when it built an engine; None for engines without one."""
     file = run.engines / f"{info.target}{LAYERS}"
     built = run.record().stages["build-engine"].outputs
-    return run.require(file, "build-engine") if str(file.relative_to(run.root)) in built else None
+    if str(file.relative_to(run.root)) in built:
+        return run.require(file, "build-engine")
+    return None
 
 
 def engine_file(run: Run, info: EngineInfo, plan: Path | None) -> Path:

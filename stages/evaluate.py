@@ -78,7 +78,8 @@ def evaluate_tasks(run: Run, notes: Notes, options: EvaluateOptions) -> TaskScor
     needs("evaluate", HARNESS_MODULES)
     inputs = loaded_files(run)
     note_base_alone(run, "tasks are answered by", notes)
-    source, tokenizer = source_of(run), stored_tokenizer(run.model)
+    source = source_of(run)
+    tokenizer = stored_tokenizer(run.model)
     tasks = open_tasks(options, chat_template(tokenizer) if options.chat else None)
     asked = hashlib.sha256(json.dumps([question.asked for question in tasks.questions]).encode()).hexdigest()
     contestants = _contestants(run, source, tokenizer, options, inputs)
@@ -122,7 +123,9 @@ def check_asked(options: EvaluateOptions) -> None:
 def _resolved(options: EvaluateOptions, tasks: Tasks) -> EvaluateOptions:
     """The options as the key has them: seeds count where a task samples."""
     sampled = any(question.samples for question in tasks.questions)
-    return options if sampled else replace(options, seeds=EvaluateOptions.seeds)
+    if sampled:
+        return options
+    return replace(options, seeds=EvaluateOptions.seeds)
 
 
 def _harness() -> str:
@@ -150,8 +153,9 @@ def _contestants(
             runtime, where, client.url, lambda: served_model(client, served, run.model, options.batch_size, longest)
         )
 
-    of_source, of_fp8 = {"model": source.fingerprint}, {"fp8": dict(files)}
-    contestants = list[Contestant]()
+    of_source = {"model": source.fingerprint}
+    of_fp8 = {"fp8": dict(files)}
+    contestants: list[Contestant] = []
     if client := _client(options.bf16_url, "--bf16-url", options):
         contestants.append(there("bf16", of_source, client, options.bf16_served))
     else:
@@ -232,7 +236,9 @@ class Stored:
             return None
         with suppress(InputError):  # written by another version
             answers = read_document(path, TaskAnswers)
-            return answers if answers.key == contestant.key(question, self.options, seed) else None
+            if answers.key == contestant.key(question, self.options, seed):
+                return answers
+            return None
         return None
 
     def save(self, answers: TaskAnswers) -> None:
@@ -272,7 +278,9 @@ def _ignored(_: int) -> None:
 
 def _seeds(question: AskedTask, options: EvaluateOptions) -> list[int] | list[None]:
     """The seeds by which a question is asked: of a task that samples several, else none."""
-    return list(range(1, options.seeds + 1)) if question.samples else [None]
+    if question.samples:
+        return list(range(1, options.seeds + 1))
+    return [None]
 
 
 def _write(

@@ -91,7 +91,8 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     key = Key(inputs, asked, IN_BLOCKS)
     if EXPORT.is_current(run, key):
         return
-    record, form = load_record(run), traced_form(run, asked)
+    record = load_record(run)
+    form = traced_form(run, asked)
     with refusing(run, key, notes), EXPORT.writing(run, key, notes) as log:
         attention = write_attention(run, asked)
         log.outputs += [run.model / ATTENTION_SCALES, run.attention] if attention else []
@@ -103,7 +104,8 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
         findings = linted(fp8_graphs(run)) if form else {}
         if form is None or any(map(errors_of, findings.values())):  # what another hand recorded is not carried on
             plan = graph_plan(record, scales, asked.dtype, attention, asked.logits)
-            form, findings = "dq", linted(export_model(run, plan, record.model.adapters or (), notes))
+            form = "dq"
+            findings = linted(export_model(run, plan, record.model.adapters or (), notes))
         if form != asked.weight_scale:
             for path in findings:
                 write_form(path, path, asked.weight_scale)
@@ -232,13 +234,15 @@ def export_baseline(run: Run, precision: Baseline, notes: Notes) -> None:
     Raises InputError when the source checkpoint is missing or has changed: neither precision can be made of FP8 codes.
     """
     run.refuse_without_graph()
-    scales, record = load_scales(run), run.record()
+    scales = load_scales(run)
+    record = run.record()
     clip = run.options(QUANTIZE).clip
     inputs: dict[str, str] = {"model": record.model["fingerprint"]}
     if precision == "int8":
         for path, by in ((run.statistics, "measure"), (run.statistics_json, "measure"), (run.scales, "quantize")):
             inputs[path.name] = record.stages[by].outputs[run.require(path, by).name]
-    stage, directory = EXPORT_BASELINE[precision], checkpoint_of(run, precision)
+    stage = EXPORT_BASELINE[precision]
+    directory = checkpoint_of(run, precision)
     key = Key(inputs, clip, IN_BLOCKS)  # BF16 has no clip
     if stage.is_current(run, key):
         return

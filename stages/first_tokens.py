@@ -39,7 +39,9 @@ def gradients_by_layer(source: Source, stream: bool | None) -> bool:
     """Tell whether first tokens are weighed layer by layer: as the option `stream` says, or where memory does not hold
     the model in FP32.
     """
-    return bool(beyond(COPIES * weight_bytes(source))) if stream is None else stream
+    if stream is None:
+        return bool(beyond(COPIES * weight_bytes(source)))
+    return stream
 
 
 def weigh_first_tokens(
@@ -76,7 +78,7 @@ def weigh_first_tokens(
 def _in_memory(source: Source, batches: Batches, notes: Notes) -> dict[str, GradientSquares]:
     model = load_model(source, torch.float32, device()).requires_grad_(False)
     watched = WatchedGemms(model, observed_gemms(model))
-    sums = list[dict[str, GradientSquares]]()
+    sums: list[dict[str, GradientSquares]] = []
     with notes.track("Weighing first tokens", sum(ids.size for ids in batches.values()), "tokens") as advance:
         for batch, ids in batches.items():
             sums.append(batch_squares(watched, batch, ids))

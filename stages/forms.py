@@ -93,7 +93,8 @@ OBEYED = ("weigh_first_token", "weight_rounding", "bf16_weights")
 #: Calibration windows that losses are predicted on.
 PREDICTED_WINDOWS = 8
 #: Windows of the evaluation text that a candidate is measured on, and the tokens of one at most.
-FEW_WINDOWS, FEW_CONTEXT = 8, 512
+FEW_WINDOWS = 8
+FEW_CONTEXT = 512
 
 
 @dataclass
@@ -147,7 +148,8 @@ class FormCandidates:
 
     def make(self, mix: Mix) -> ScaleOptions:
         """Write scales and checkpoint in the form of `mix`, without graphs; return the options that give it."""
-        task, options = self.task, self.options(mix)
+        task = self.task
+        options = self.options(mix)
         if options.needs_moments:
             measure(task.run, self.source, task.run.options(MEASURE), task.notes, moments=True)
             stream = task.options.calibrate.stream or None  # --no-stream is of measuring, which takes less memory
@@ -160,8 +162,11 @@ class FormCandidates:
 
 def candidates_of(task: FormTask) -> FormCandidates:
     """List the forms that the server computes, with their losses as predicted on a few calibration windows."""
-    run, source, asked = task.run, source_of(task.run), task.options.calibrate
-    scales, record = load_scales(run), load_record(run)
+    run = task.run
+    source = source_of(task.run)
+    asked = task.options.calibrate
+    scales = load_scales(run)
+    record = load_record(run)
     losses_file = task.folder / "losses.json"
     if not losses_file.is_file():
         options = SensitivityOptions(windows=PREDICTED_WINDOWS, measure=0)
@@ -192,7 +197,8 @@ def _beginning(task: FormTask) -> tuple[dict[str, tuple[str, ...]], Mix]:
     """
     progress = task.progress
     if progress.first_mix is None:
-        scales, groups = load_scales(task.run), load_record(task.run).groups.values()
+        scales = load_scales(task.run)
+        groups = load_record(task.run).groups.values()
         read = [[name for name in members if name in scales.activations] for members in groups]
         progress.groups = {members[0]: members for members in read if members}
         progress.first_mix = asdict(mix_of_run(scales, progress.groups))
@@ -216,7 +222,9 @@ def _on_codes(source: Source, asked: ScaleOptions, server: Server) -> tuple[Grou
 
 def _roundings(asked: ScaleOptions) -> tuple[RoundingName, ...]:
     """List the roundings of weights to choose from: that of the run, and GPTQ where none was asked for."""
-    return (asked.weight_rounding,) if asked.asks("weight_rounding") else ("nearest", "gptq")
+    if asked.asks("weight_rounding"):
+        return (asked.weight_rounding,)
+    return ("nearest", "gptq")
 
 
 def _without_bf16(groups: Sequence[Group]) -> tuple[Group, ...]:
@@ -249,15 +257,20 @@ class FewWindows:
             max_tokens=FEW_WINDOWS * (window - (prompt or 0)),
         )  # fmt: skip
         text = evaluation(run, None, asked, SILENT)
-        self.task, self.decoded, self.tokens = task, window - prompt if prompt else 0, text.protocol.tokens
+        self.task = task
+        self.decoded = window - prompt if prompt else 0
+        self.tokens = text.protocol.tokens
         size = max(1, TOKENS // window)
-        ids, scored = torch.from_numpy(text.ids).to(device()), torch.from_numpy(text.scored).to(device())
+        ids = torch.from_numpy(text.ids).to(device())
+        scored = torch.from_numpy(text.scored).to(device())
         self.batches = list(zip(ids.split(size), scored.split(size), strict=True))
-        self._source, self._logits = candidates.source, dict[int, torch.Tensor]()
+        self._source = candidates.source
+        self._logits = dict[int, torch.Tensor]()
 
     def kl(self, candidates: FormCandidates, mix: Mix) -> float:
         """Measure KL(bf16 || run) in nats a token, of the run made in the form of `mix`; each mix is measured once."""
-        measured, name = self.task.progress.measured, json.dumps(asdict(mix), sort_keys=True)
+        measured = self.task.progress.measured
+        name = json.dumps(asdict(mix), sort_keys=True)
         if name not in measured:
             candidates.make(mix)
             self._run_bf16()
@@ -312,9 +325,11 @@ def validate_acceptable(run: Run, notes: Notes, options: RunOptions) -> Accuracy
     where no form meets the limit.
     """
     try:
-        accuracy, gate = validate(run, notes, None, options.validate), None
+        accuracy = validate(run, notes, None, options.validate)
+        gate = None
     except GateError as error:
-        accuracy, gate = load_accuracy(run), error
+        accuracy = load_accuracy(run)
+        gate = error
     worse = accuracy.verdict is not None and accuracy.verdict.kind == "worse"
     # a form that was chosen before the call was killed may be broken: there is no loss to begin a search with
     if options.finds_form and accuracy.verdict is not None and loss_and_limits(accuracy.verdict) is not None:
@@ -352,14 +367,18 @@ def chosen_options(run: Run, options: RunOptions) -> ScaleOptions:
 def _chosen_before(run: Run, key: Key[FormChoiceOptions, FormFacts]) -> dict[str, object] | None:
     """The recipe that a killed search had chosen last; None where no search was killed, or none was chosen."""
     folder = WorkFolder(run, FORMS.name).left(FORMS.work_key(key))
-    return FormProgress.of(folder / "found.json").chosen if folder else None
+    if folder:
+        return FormProgress.of(folder / "found.json").chosen
+    return None
 
 
 def _key(run: Run, options: RunOptions) -> Key[FormChoiceOptions, FormFacts]:
-    stages, scales = run.record().stages, QUANTIZE.dump(options.calibrate, QuantizeFacts(shrinkage=WEIGHED_SHRINKAGE))
+    stages = run.record().stages
+    scales = QUANTIZE.dump(options.calibrate, QuantizeFacts(shrinkage=WEIGHED_SHRINKAGE))
     digest = hashlib.sha256(json.dumps(scales, sort_keys=True).encode()).hexdigest()
     inputs = {"model": stages["measure"].inputs["model"], **stages["corpus"].outputs}
-    asked, rise = options.validate, options.validate.max_ppl_increase
+    asked = options.validate
+    rise = options.validate.max_ppl_increase
     facts = FormFacts(
         limit=DEFAULT_RISE if rise is None else rise, max_kl=asked.max_kl, max_flips=asked.max_flips, scales=digest,
         asked=[name for name in OBEYED if options.calibrate.asks(name)] or None,
@@ -396,7 +415,8 @@ def _find(run: Run, notes: Notes, options: RunOptions, first: Accuracy) -> Accur
 
 def _numbers(accuracy: Accuracy) -> dict[str, float]:
     """The loss of the runtime that decides, and the tokens that it is of."""
-    verdict, tokens = accuracy.verdict, accuracy.protocol.tokens
+    verdict = accuracy.verdict
+    tokens = accuracy.protocol.tokens
     assert verdict is not None, "`validate` of this version writes one, and files of others are made anew"
     numbers = {"rise": verdict.perplexity_increase, "kl": verdict.kl_nats, "flips": verdict.flips, "tokens": tokens}
     return {name: number or 0.0 for name, number in numbers.items()}
@@ -420,7 +440,9 @@ def _settled(candidates: FormCandidates, first: float, limits: Limits) -> tuple[
     `first`: the share of the limits that the form to begin with uses. A nat of KL is taken to use at least what it does
     on a text of the model's own, whose log-perplexity it raises by a nat.
     """
-    task, forms, few = candidates.task, candidates.forms, FewWindows(candidates.task, candidates)
+    task = candidates.task
+    forms = candidates.forms
+    few = FewWindows(candidates.task, candidates)
     kl = few.kl(candidates, candidates.first)
     forms.add(candidates.first, kl)
     least = 1 / max(min(log1p(limits.rise), limits.kl_nats), LEAST_NATS)
@@ -435,7 +457,8 @@ def _settled(candidates: FormCandidates, first: float, limits: Limits) -> tuple[
         if settled and same(mix, settled[0]):
             break
         settled = (mix, *_judged(candidates, mix))
-        verdict, known = settled[1].verdict, forms.measured(mix)
+        verdict = settled[1].verdict
+        known = forms.measured(mix)
         if verdict is None or verdict.kind != "worse" or known is None:
             break
         share = used(*_loss_and_limits(settled[1]))
@@ -448,7 +471,10 @@ def _settled(candidates: FormCandidates, first: float, limits: Limits) -> tuple[
 def _judged(candidates: FormCandidates, mix: Mix) -> tuple[Accuracy, GateError | None]:
     """Make the run in the form of `mix`, and evaluate it as any run is."""
     task = candidates.task
-    run, notes, options, chosen = task.run, task.notes, task.options, candidates.make(mix)
+    run = task.run
+    notes = task.notes
+    options = task.options
+    chosen = candidates.make(mix)
     task.progress.chosen = _recipe(chosen).model_dump()
     task.progress.save()
     export_or_note(run, options.export, notes)
@@ -469,7 +495,8 @@ def _recipe(options: ScaleOptions) -> FormRecipe:
 
 def _choice(candidates: FormCandidates, chosen: Mix, accuracy: Accuracy, limits: Limits) -> FormChoice:
     """Describe the `chosen` mix, whose accuracy was measured, and what each other form would have cost."""
-    task, numbers = candidates.task, _numbers(accuracy)
+    task = candidates.task
+    numbers = _numbers(accuracy)
     begin = task.progress.first
     others = uniform_forms(candidates.shape, candidates.losses, candidates.first)
     rows = [
@@ -492,8 +519,10 @@ def _choice(candidates: FormCandidates, chosen: Mix, accuracy: Accuracy, limits:
 
 def _row(candidates: FormCandidates, mix: Mix, numbers: dict[str, float] | None = None) -> FormRow:
     """Describe a mix with its measured `numbers`, or as a few windows or the prediction have it."""
-    shape, forms = candidates.shape, candidates.forms
-    cost, known = shape.cost(mix), forms.measured(mix)
+    shape = candidates.shape
+    forms = candidates.forms
+    cost = shape.cost(mix)
+    known = forms.measured(mix)
     tail = candidates.task.options.calibrate.tail_length
     return FormRow(
         form=mix_in_words(shape.groups, mix, tail),

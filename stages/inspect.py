@@ -44,7 +44,9 @@ class Inspection:
 def inspect(run: Run, notes: Notes, delayed: Clipping | None, against: str | None) -> Inspection:
     """Inspect `run`; `delayed` and `against` as `api.inspect` takes them. Raises InputError."""
     run.refuse_stale("measure", "quantize")
-    modules, statistics, scales = module_rows(run), load_statistics(run), load_scales(run)
+    modules = module_rows(run)
+    statistics = load_statistics(run)
+    scales = load_scales(run)
     prospective = prospective_scales(statistics, scales, run.options(QUANTIZE).clip)
     under_history = delayed_rows(statistics, scales, delayed) if delayed else None
     for warning in jumps(under_history or []):

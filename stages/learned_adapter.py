@@ -66,7 +66,11 @@ def _learn(what: Learning[AdapterLearningOptions], folder: Path, notes: Notes) -
     """Learn the adapter, and write that of the best moment; returns the outcome and the files, none where nothing got
     better.
     """
-    begun, where, run, options, text = time.monotonic(), device(), what.run, what.options, what.text
+    begun = time.monotonic()
+    where = device()
+    run = what.run
+    options = what.options
+    text = what.text
     teacher, other = (load_model(what.source, torch.float32, where).requires_grad_(False) for _ in range(2))
     stored = open_codes(run.model, "exact", torch.float32, where)
     student, layers = student_of(other, stored, load_scales(run).activations, FrozenLinear)

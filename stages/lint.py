@@ -141,7 +141,7 @@ def lint_run(path: Path) -> LintedRun:
         )
     run = open_run(path)
     run.refuse_without_graph()
-    parts = list[Linted]()
+    parts: list[Linted] = []
     for graph in fp8_graphs(run):
         linted = lint_onnx(graph, run)
         earlier = {finding for part in parts for finding in part.findings}  # of the same model in another compute type
@@ -171,7 +171,9 @@ def note_elsewhere(run: Run) -> str | None:
 
 def _outputs(run: Run, stage: str) -> list[str]:
     stages = run.record().stages
-    return [*stages[stage].outputs] if stage in stages else []
+    if stage in stages:
+        return [*stages[stage].outputs]
+    return []
 
 
 def lint_triton(path: Path) -> Linted:
@@ -184,7 +186,8 @@ def lint_triton(path: Path) -> Linted:
 def lint_checkpoint(path: Path) -> Linted:
     """Lint an FP8 checkpoint of any exporter."""
     checkpoint, findings = checkpoint_findings(path)
-    form, count = checkpoint.declared.form, len(checkpoint.codes)
+    form = checkpoint.declared.form
+    count = len(checkpoint.codes)
     per = sorted({codes.granularity or "unknown" for codes in checkpoint.codes.values()})
     what = f"an FP8 checkpoint in the form {form}, {count} weights in codes, one scale a {' or '.join(per) or 'weight'}"
     return Linted(path, what, findings)
@@ -229,7 +232,9 @@ def lint_onnx(path: Path, run: Run | None) -> Linted:
 def run_around(path: Path) -> Run | None:
     """The run in whose `model/` a file lies, recognized by its scales.json; None where there is none."""
     around = Run(path.parent.parent) if path.parent.name else Run(path.absolute().parent.parent)
-    return around if path.absolute().parent.name == around.model.name and around.scales.is_file() else None
+    if path.absolute().parent.name == around.model.name and around.scales.is_file():
+        return around
+    return None
 
 
 def expectation(run: Run) -> Expectation:

@@ -51,6 +51,8 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 def usable_device(where: str | torch.device | None) -> str:
     """Name the device `where`; None: the first GPU, or the CPU. Raises InputError for one that is not here."""
     try:
-        return str(torch.empty(0, device=where).device) if where is not None else device()
+        if where is not None:
+            return str(torch.empty(0, device=where).device)
+        return device()
     except (RuntimeError, AssertionError) as error:  # of a build without CUDA
         raise InputError(f"device {where}", str(error).splitlines()[0].rstrip("."), "name another") from None

@@ -162,7 +162,8 @@ def take_part(run: Run, source: Source, world: World, notes: Notes) -> None:
     sent = world.gathered({})[0]
     if not sent:
         return
-    task, windows = MeasureTask.model_validate(sent), world.sent(None)
+    task = MeasureTask.model_validate(sent)
+    windows = world.sent(None)
     work = WorkFolder(run, MEASURE.name, world.rank)
     with (
         disk_errors(run.root),
@@ -283,7 +284,8 @@ def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
 
     Raises InputError for a text that fills no window.
     """
-    record, source = load_record(run), source_of(run)
+    record = load_record(run)
+    source = source_of(run)
     size = record.corpus.seq_len
     ids = read_other(run, text, load_tokenizer(source), source.text_config.vocab_size, notes).ids
     packing = Packing(size, tuple(record.corpus.prefix))

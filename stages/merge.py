@@ -124,7 +124,8 @@ def add(paths: Sequence[Path], out: Path) -> Merged:
             ) from None
     texts: dict[str, Tokens] = {}
     for run in runs:
-        corpus, windows = measured[run].record.corpus, load_tokens(run, run.calibration)
+        corpus = measured[run].record.corpus
+        windows = load_tokens(run, run.calibration)
         run.refuse_stale("measure")
         starts = np.cumsum([text.windows for text in corpus.parts])[:-1]
         texts.update((text.fingerprint, part) for text, part in zip(corpus.parts, np.split(windows, starts)))

@@ -25,13 +25,15 @@ def ask_needles(run: Run, notes: Notes, options: ValidateOptions) -> NeedleScore
     Raises InputError for a length beyond the model's positions, or beyond the text.
     """
     needs("calibrate", CALIBRATE_MODULES)
-    inputs, source = fp8_files(run, graph=False), source_of(run)
+    inputs = fp8_files(run, graph=False)
+    source = source_of(run)
     haystack, needles = needle_prompts(run, options)
     inputs |= {"model": source.fingerprint, "prompts": digest_of(needles)}
     key = Key(inputs, NEEDLES.options(), NeedleFacts(accumulator=options.accumulator))
     if not NEEDLES.is_current(run, key):
         note_other_arithmetic(run, notes)
-        scales, sums = load_scales(run), {}
+        scales = load_scales(run)
+        sums = {}
         runtimes = needle_runtimes(run, source, device(), bool(in_two_codes(scales.forms)), bool(scales.kv_cache))
         notes.note(
             f"--needles: {len(needles)} prompts, {sum(len(needle.ids) for needle in needles):,} tokens in all, are "
@@ -52,12 +54,14 @@ def ask_needles(run: Run, notes: Notes, options: ValidateOptions) -> NeedleScore
 
 def needle_prompts(run: Run, options: ValidateOptions) -> tuple[Haystack, list[Needle]]:
     """The text and the needles of `options`; raises InputError as `ask_needles` does."""
-    lengths, limit = options.needles or (), positions(run)
+    lengths = options.needles or ()
+    limit = positions(run)
     if limit is not None and (beyond := [length for length in lengths if length > limit]):
         raise InputError(
             f"--needles {beyond[0]}", f"is more than the model's positions, {limit}", f"give at most {limit}"
         )
-    tokenizer, prefix = load_tokenizer(source_of(run)), tuple(opening_of(run).prefix)
+    tokenizer = load_tokenizer(source_of(run))
+    prefix = tuple(opening_of(run).prefix)
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids

@@ -47,15 +47,19 @@ def evaluation(run: Run, data: str | None, options: ValidateOptions, report: Rep
 
     Raises InputError when `data` overlaps with the calibration text, or is shorter than a window.
     """
-    ids, calibration = load_tokens(run, run.evaluation), load_tokens(run, run.calibration)
-    name, opening = evaluation_name(run), opening_of(run)
+    ids = load_tokens(run, run.evaluation)
+    calibration = load_tokens(run, run.calibration)
+    name = evaluation_name(run)
+    opening = opening_of(run)
     if data is not None:
         from ..calibrate.model.tokenizer import stored_tokenizer
 
         tokenizer = stored_tokenizer(run.model)
         text = read_other(run, data, tokenizer, vocabulary_size(run), report)
         share = check_other(run, text, tokenizer, report, options.allow_overlap)
-        name, ids, opening = data, text.ids, opening.model_copy(update={"overlap": share})
+        name = data
+        ids = text.ids
+        opening = opening.model_copy(update={"overlap": share})
     packing = Packing(calibration.shape[1], tuple(opening.prefix))
     tokens = cut_for(ids, name, options, packing, positions(run), report)
     return replace(tokens, protocol=tokens.protocol.model_copy(update=opening.model_dump()))
@@ -67,7 +71,9 @@ def evaluation_name(run: Run) -> str:
     """
     facts = run.facts(CORPUS)
     held_out = facts.eval_data == facts.data and facts.overlap is None
-    return f"the held-out tenth of {facts.eval_data}" if held_out else facts.eval_data
+    if held_out:
+        return f"the held-out tenth of {facts.eval_data}"
+    return facts.eval_data
 
 
 def cut_for(

@@ -79,7 +79,8 @@ class LaterStages(Protocol):
 @contextmanager
 def nothing_left(run: Run) -> Iterator[None]:
     """Remove the files that an InputError in this block leaves of a run that did not exist before."""
-    fresh, made = not run.exists(), not run.root.exists()
+    fresh = not run.exists()
+    made = not run.root.exists()
     before = set() if made else set(run.root.iterdir())
     try:
         yield

@@ -50,7 +50,9 @@ def push_checkpoint(run: Run, options: PushOptions, progress: Reporter) -> Pushe
         raise InputError(f"--repo {repo}", "is no name of a repository", "give one such as owner/name")
     hashes = checked_model(run)
     planned = Pushed(repo, uploaded_files(run, hashes), card_remarks(run))
-    return replace(planned, url=_upload(run, planned, options, progress)) if options.yes else planned
+    if options.yes:
+        return replace(planned, url=_upload(run, planned, options, progress))
+    return planned
 
 
 def uploaded_files(run: Run, hashes: Collection[str]) -> tuple[tuple[str, int], ...]:
@@ -96,7 +98,8 @@ def _upload(run: Run, planned: Pushed, options: PushOptions, progress: Reporter)
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     api = HfApi(endpoint=constants.ENDPOINT)
-    message, drawn = "Upload an FP8 checkpoint made by fp8q", not are_progress_bars_disabled()
+    message = "Upload an FP8 checkpoint made by fp8q"
+    drawn = not are_progress_bars_disabled()
     disable_progress_bars()
     try:
         with quiet_hub(), progress.track(f"Uploading to {planned.repo}", planned.bytes, "bytes") as advance:

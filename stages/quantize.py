@@ -95,7 +95,8 @@ def quantize(
     if options.bf16_weights:
         gemms = replace(gemms, stay={**gemms.stay, **stay_reasons(load_costliest(run), options.bf16_weights)})
     choose = inherited_scales if options.inherit else choose_scales
-    scales, exported = choose(source, statistics, gemms, options), has_graphs(run)
+    scales = choose(source, statistics, gemms, options)
+    exported = has_graphs(run)
     if options.q_scale:
         queries, _ = load_arrays(run.require(run.queries, "queries"))
         heads = attention_heads(source.text_config)["q"] if options.kv_scale == "head" else None
@@ -144,7 +145,8 @@ def learned_codes(run: Run, key: Key[ScaleOptions, QuantizeFacts], notes: Notes)
 
     Codes that were learned from others, of scales that have changed since, are left out with a note.
     """
-    recorded, name = run.record().stages.get(DISTILL.name), run.distilled.name
+    recorded = run.record().stages.get(DISTILL.name)
+    name = run.distilled.name
     if recorded is None or name not in recorded.outputs:
         return {}
     if run.facts(DISTILL).start != identity(key):
@@ -168,7 +170,8 @@ def _note_choices(source: Source, statistics: Statistics, scales: Scales, option
             notes.note(f"{module}: stays in BF16: {decision.reason}")
     for line in shared_input_notes(options, scales.forms):
         notes.note(line)
-    groups, least = statistics.record.groups, options.min_expert_tokens
+    groups = statistics.record.groups
+    least = options.min_expert_tokens
     compensated = options.weight_rounding != "nearest"
     if not options.inherit:
         few = expert_scales.starved(statistics, least)
@@ -264,7 +267,8 @@ def _rounding(
 
     `sequential` rounding is done here, on the run's windows, in a work folder whose key contains `key`.
     """
-    statistics, options = load_statistics(run), key.options
+    statistics = load_statistics(run)
+    options = key.options
     scaling = weight_scaling(source, statistics, scales, options)
     if run.distilled.name in key.inputs:
         yield Rounding(scaling, (RoundedCodes(LearnedCodes(run.distilled).judged, scaling.method, "learned"),))
@@ -305,7 +309,8 @@ def compensations_of(
 
     `first`: module -> the first module of its group; `lost`: module -> the share of its input's energy that is lost.
     """
-    few, experts = starved(statistics, options.min_expert_tokens), statistics.record.experts or {}
+    few = starved(statistics, options.min_expert_tokens)
+    experts = statistics.record.experts or {}
     weights = load_first_tokens(run) if options.weigh_first_token else {}
     return Compensations(moments, first, lost, few.keys(), experts, weights)
 
@@ -315,7 +320,8 @@ def weight_scaling(source: Source, statistics: Statistics, scales: Scales, optio
     blocks = frozenset(scales.in_form(BLOCK))
     if options.weight_scale == "channel":
         return WeightScaling(options.weight_method, blocks=blocks)
-    experts, weights = tuple(f"{layer}." for layer in statistics.record.experts or {}), source.weights()
+    experts = tuple(f"{layer}." for layer in statistics.record.experts or {})
+    weights = source.weights()
     dense = [module for module in scales.modules if not module.startswith(experts) and module not in blocks]
 
     def read(module: str) -> torch.Tensor:
@@ -362,4 +368,6 @@ def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
 
 def scale_options(run: Run) -> ScaleOptions:
     """Read back the options that chose the scales of `run`; the defaults after a killed run."""
-    return run.options(QUANTIZE) if QUANTIZE.name in run.record().stages else ScaleOptions()
+    if QUANTIZE.name in run.record().stages:
+        return run.options(QUANTIZE)
+    return ScaleOptions()

@@ -23,7 +23,8 @@ from .shared.model_files import fp8_files
 from .shared.opening import open_run
 
 #: Tokens of a prompt, and tokens of a continuation.
-PROMPT_TOKENS, TOKENS = 32, 48
+PROMPT_TOKENS = 32
+TOKENS = 48
 
 
 def write_continuations(run: Run, options: ContinueOptions, notes: Notes) -> None:

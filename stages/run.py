@@ -34,7 +34,8 @@ class Following:
 
     def check_options(self, run: Run) -> None:
         """Raise InputError for a gate without anything to compare, and for graphs that no earlier stage writes."""
-        engine, validate = self.options.engine, self.options.validate
+        engine = self.options.engine
+        validate = self.options.validate
         check_comparable(validate.chosen, validate)
         check_accumulator(validate)
         done = run.record().stages
@@ -60,7 +61,8 @@ class Following:
         """Raise InputError for lengths beyond the model's positions, sizes that do not fit the length, and text that is
         shorter than a window.
         """
-        options, limit = self.options, source.served_positions
+        options = self.options
+        limit = source.served_positions
         positions = "the model's positions"
         length = lower_default("--max-seq-len", options.engine.max_seq_len, DEFAULT_SEQ_LEN, limit, positions, SILENT)
         replace(options.engine, max_seq_len=length)  # its constructor checks the sizes against the length
@@ -101,7 +103,8 @@ def _do_all(run: Run, options: RunOptions, progress: Reporter) -> None:
     }
     if options.finds_form and not options.validate.engines:  # an engine is built of the form that is found
         stages = {name: stages[name] for name in ("validate", "build-engine", "triton", "report")}
-    gates, unfinished = list[GateError](), list[UnfinishedError]()
+    gates: list[GateError] = []
+    unfinished: list[UnfinishedError] = []
     for name, stage in stages.items():
         if name in OF_A_GRAPH and run.without_graph():
             progress.note(f"{name}: left out, since {run.root} has no ONNX graph")

@@ -80,10 +80,12 @@ def predicted_losses(run: Run, source: Source, options: SensitivityOptions, fold
 
 
 def _locate(run: Run, source: Source, options: SensitivityOptions, folder: Path, notes: Notes) -> Sensitivity:
-    scales, where = load_scales(run), device()
+    scales = load_scales(run)
+    where = device()
     model = load_model(source, torch.float32, where).requires_grad_(False)
     quantizer = Quantizer(model, load_reference(run.model, "exact", torch.float32, where), scales)
-    sites, prefix = sites_of(scales, load_record(run).groups), Prefix.from_model(quantizer, source, where)
+    sites = sites_of(scales, load_record(run).groups)
+    prefix = Prefix.from_model(quantizer, source, where)
     batches, windows = _batches(run, options, where)
     progress = SensitivityProgress.of(folder / "progress.json")
     _tell(quantizer, batches, sites, prefix, options.measure, notes)
@@ -130,7 +132,8 @@ def _streamed(source: Source, options: SensitivityOptions, notes: Notes) -> bool
 
 
 def _locate_streamed(run: Run, source: Source, options: SensitivityOptions, folder: Path, notes: Notes) -> Sensitivity:
-    scales, where = load_scales(run), device()
+    scales = load_scales(run)
+    where = device()
     sites = sites_of(scales, load_record(run).groups)
     ids, windows = _batches(run, options, "cpu")
     batches = {index: batch.numpy() for index, batch in enumerate(ids)}
@@ -217,7 +220,8 @@ def _worst(
         if options.measure is not None:
             chosen = falling[: options.measure]
         else:
-            chosen, spent = [], 0.0
+            chosen = []
+            spent = 0.0
             for site in falling:
                 spent += prefix.share(site) if prefix else 1.0
                 if chosen and spent > MEASURING_PASSES:
@@ -241,7 +245,7 @@ def _measure(
     with notes.track(f"Measuring the worst {len(worst)}", len(remaining) * len(worst), "passes") as advance:
         for batch in remaining:
             exact = Float(quantizer, batches[batch], prefix, worst)
-            losses = dict[str, float]()
+            losses: dict[str, float] = {}
             for site in worst:
                 losses[site.key] = exact.divergence(site)
                 advance(1)
@@ -253,9 +257,10 @@ def _over_all(progress: SensitivityProgress) -> dict[str, float]:
     """Measured site -> nats over all batches. A measurement of the first batches alone is extrapolated by the ratio of
     the predictions (ratio estimate: Cochran 1977, "Sampling Techniques", chapter 6).
     """
-    measured, every = progress.measured, summed(progress.predicted)
+    measured = progress.measured
+    every = summed(progress.predicted)
     there = summed(progress.predicted[: len(measured)])
-    losses = dict[str, float]()
+    losses: dict[str, float] = {}
     for site in measured[0] if measured else ():
         nats = sum(batch[site] for batch in measured)
         guess = there.get(site, {}).get(AS_IT_IS, 0.0)

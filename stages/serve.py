@@ -21,7 +21,8 @@ def serve(run: Run, options: ServeOptions, ready: Callable[[Server], object]) ->
 
     Raises InputError for a run without a model and an address in use, BackendError for a missing runtime or library.
     """
-    name, key = name_of(run, options), key_of(options)
+    name = name_of(run, options)
+    key = key_of(options)
     for adapter in options.adapter:
         check_adapter(run, adapter)
         if adapter in (name, f"{name}-bf16"):
@@ -74,7 +75,8 @@ def name_of(run: Run, options: ServeOptions) -> str:
 
 
 def _models(run: Run, options: ServeOptions) -> Iterator[Model]:
-    name, runtime = name_of(run, options), runtime_here(options.runtime)
+    name = name_of(run, options)
+    runtime = runtime_here(options.runtime)
     precision = "bf16" if runtime == "bf16" else "fp8"
     yield Model(name, precision, runtime, open_model(run, options.runtime, options.max_batch))
     for adapter in options.adapter:

@@ -31,7 +31,8 @@ def triton(run: Run, notes: Notes, options: TritonOptions) -> list[Path]:
     note_base_alone(run, "the Triton repository serves", notes)
     refuse_without_engine(run, options)
     inputs = fp8_files(run) | engine_files(run)
-    key, out = Key(inputs, options, NO_FACTS), options.out
+    key = Key(inputs, options, NO_FACTS)
+    out = options.out
     if out is not None and (target := local_path(out).resolve()) != run.triton.resolve():
         refuse_foreign(out)
         options = replace(options, out=target)  # not a link to it

@@ -172,7 +172,8 @@ def predicted_candidates(
     """Choose scales and round weights in every way, by `gptq` on the windows `rounding`, and predict the loss of each
     choice on the windows `choosing` (each int64 [windows, seq_len]). Results are stored in `folder`.
     """
-    scales, options = load_scales(run), run.options(QUANTIZE)
+    scales = load_scales(run)
+    options = run.options(QUANTIZE)
     candidates, codes, roundings = _candidates(run, source, scales, options, folder, notes)
     if "gptq" in roundings:
         gather(candidates, rounding, folder / "moments", notes)
@@ -198,7 +199,8 @@ def _candidates(
     """The scales of all choices, the places of their codes, and the available ways of rounding."""
     statistics = load_statistics(run)
     read = [tuple(name for name in members if name in scales.weights) for members in statistics.record.groups.values()]
-    gemms, inputs = gemms_of(source, options), dict["GroupForm", "Mapping[str, TensorScale]"]()
+    gemms = gemms_of(source, options)
+    inputs: dict[GroupForm, Mapping[str, TensorScale]] = {}
     for form, asked in options_of(options, source.max_positions).items():
         choose = inherited_scales if asked.inherit else choose_scales
         inputs[form] = choose(source, statistics, gemms, asked).activations
@@ -212,7 +214,8 @@ def _candidates(
             codes[rounding, form] = Rounded(place)
         codes[rounding, "weights_alone"] = codes[rounding, TWO_TERMS]
     model = load_model(source, torch.float32, device()).requires_grad_(False)
-    groups, call = {members[0]: members for members in read if members}, CallPositions()
+    groups = {members[0]: members for members in read if members}
+    call = CallPositions()
     of_tail = {
         name: Tail(scale.tail, call, experts_around(model, name))
         for name, scale in inputs.get("tail", {}).items()
@@ -298,7 +301,8 @@ def parted(count: int, windows: int) -> tuple[list[int], list[int], list[int]]:
         )
     half = min(windows, count // 4)
     spread = np.linspace(0, count - 1, 2 * half).round().astype(int).tolist()
-    choosing, held_out = spread[::2], spread[1::2]
+    choosing = spread[::2]
+    held_out = spread[1::2]
     return [index for index in range(count) if index not in {*spread}], choosing, held_out
 
 
@@ -380,8 +384,10 @@ def check_met(tuning: Tuning) -> None:
     if tuning.chosen is None or tuning.met:
         return
     if tuning.max_kl is not None:
-        asked, predicted = f"--max-kl {tuning.max_kl:g}", f"a KL of {tuning.chosen.kl_nats:.3g} nats"
-        measured, less = f"{tuning.chosen.measured_kl_nats:.3g}", f"--max-kl {AIM * tuning.max_kl:.3g}"
+        asked = f"--max-kl {tuning.max_kl:g}"
+        predicted = f"a KL of {tuning.chosen.kl_nats:.3g} nats"
+        measured = f"{tuning.chosen.measured_kl_nats:.3g}"
+        less = f"--max-kl {AIM * tuning.max_kl:.3g}"
     else:
         assert tuning.max_ppl_increase is not None, "one of the two is the budget"
         asked = f"--max-ppl-increase {tuning.max_ppl_increase:.3%}"
@@ -405,9 +411,10 @@ def apply_mix(run: Run, tuning: Tuning, notes: Notes) -> None:
     """
     if tuning.chosen is None or not tuning.met:
         return
-    source, recipe = source_of(run), tuning.chosen.recipe
-    options, graph = asked_for(run, tuning.chosen), export_options(run)
-    if recipe.weight_rounding == "gptq":
+    source = source_of(run)
+    options = asked_for(run, tuning.chosen)
+    graph = export_options(run)
+    if tuning.chosen.recipe.weight_rounding == "gptq":
         measure(run, source, run.options(MEASURE), notes, moments=True)
         weigh_first_tokens(run, source, options, notes)
     if any(change.choice == "rescaled" for change in tuning.changes):
@@ -443,7 +450,8 @@ class Search:
         """The cheapest mix whose measured loss is at most `aim` nats, or the best where none meets it. `anchors` are
         measured mixes, and those measured here are appended.
         """
-        best, tried = self.problem.best(), list["Mix"]()
+        best = self.problem.best()
+        tried: list[Mix] = []
         for _ in range(ROUNDS):
             mix = self.problem.cheapest(self.correction(*anchors).to_predicted(aim)) or best
             if any(same(mix, other) for other in tried):
@@ -466,8 +474,10 @@ def _tune(run: Run, source: Source, options: TuneOptions, folder: Path, notes: N
     prepared = predicted_candidates(
         run, source, [ids for ids, _ in rounding], [ids for ids, _ in choosing], folder, notes
     )
-    shape, run_mix = prepared.shape, prepared.run_mix
-    losses, experts = prepared.losses, load_statistics(run).record.experts or {}
+    shape = prepared.shape
+    run_mix = prepared.run_mix
+    losses = prepared.losses
+    experts = load_statistics(run).record.experts or {}
     shape = replace(shape, groups=limited_to(shape.groups, options.server, experts))
     problem = Problem(losses, shape, Price(shape.plain, options.prefer, every.shape[1]), run_mix)
     if problem.unknown:
@@ -481,12 +491,14 @@ def _tune(run: Run, source: Source, options: TuneOptions, folder: Path, notes: N
     names = [group.name for group in shape.groups]
     worst = Mix(dict.fromkeys(names, COARSEST), losses.roundings[0], losses.caches[-1])
     as_it_is = prepared.as_it_is("choosing", choosing, notes)
-    anchors, factor = [worst, problem.finest()], believed(*ratio(search.measured(worst)))
+    anchors = [worst, problem.finest()]
+    factor = believed(*ratio(search.measured(worst)))
     chosen = None
     if (aim := _aim(options, factor)) is not None:
         chosen = search.chosen(aim, anchors)
     correction = search.correction(*anchors)
-    frontier, before = list[Step](), run_mix
+    frontier: list[Step] = []
+    before = run_mix
     for mix in problem.frontier():
         expected = correction.to_measured(losses.total(mix))
         frontier.append(
@@ -505,7 +517,9 @@ def _tune(run: Run, source: Source, options: TuneOptions, folder: Path, notes: N
         windows=Windows(rounding=len(parts[0]), choosing=len(parts[1]), held_out=len(parts[2])),
         rise_over_kl=factor,
     )
-    return tuning if chosen is None else _judged(run, search, tuning, chosen, held_out)
+    if chosen is None:
+        return tuning
+    return _judged(run, search, tuning, chosen, held_out)
 
 
 def _note_passes(run: Run, choosing: int, held_out: int, options: TuneOptions, notes: Notes) -> None:
@@ -513,7 +527,8 @@ def _note_passes(run: Run, choosing: int, held_out: int, options: TuneOptions, n
     the chosen one on other text. Each is of the float model and of a mix.
     """
     budget = options.max_kl is not None or options.max_ppl_increase is not None
-    mixes, rest = 3 + (ROUNDS + 1 if budget else 0), ""
+    mixes = 3 + (ROUNDS + 1 if budget else 0)
+    rest = ""
     if budget:
         prompt = prompt_of(load_tokens(run, run.calibration).shape[1])
         text = evaluation(run, None, ValidateOptions(as_served=prompt), SILENT)
@@ -528,20 +543,25 @@ def _aim(options: TuneOptions, factor: float) -> float | None:
     """The KL in nats to aim at; None without a budget. `factor`: the rise of NLL for each nat of KL."""
     if options.max_kl is not None:
         return AIM * options.max_kl
-    return None if options.max_ppl_increase is None else AIM * log1p(options.max_ppl_increase) / factor
+    if options.max_ppl_increase is None:
+        return None
+    return AIM * log1p(options.max_ppl_increase) / factor
 
 
 def _judged(
     run: Run, search: Search, tuning: Tuning, mix: Mix, held_out: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> Tuning:
     """Measure the chosen `mix` on the held-out windows and on the evaluation text, and add the results to `tuning`."""
-    prepared, notes, shape = search.prepared, search.notes, search.problem.shape
+    prepared = search.prepared
+    notes = search.notes
+    shape = search.problem.shape
     text = evaluation(run, None, ValidateOptions(as_served=tuning.prompt), SILENT)
     predicted = search.measured(mix)
     elsewhere = prepared.measured("held out", mix, held_out, notes)
     there = prepared.measured("evaluation", mix, batches_of(text.ids, text.scored), notes)
     rise = tuning.rise_over_kl * predicted.kl_nats
-    within, their_within = predicted.rise_within(rise, len(text.ids)), there.rise_within(there.rise_nats)
+    within = predicted.rise_within(rise, len(text.ids))
+    their_within = there.rise_within(there.rise_nats)
 
     def interval(middle: float, half: float) -> Interval:
         known = isfinite(half)  # infinite for a single window

@@ -78,7 +78,8 @@ def _run_all(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
     """Run all of `options.runtimes`, unless that is done, and return the results in place of those before."""
     if data is not None:
         check_there(data)
-    inputs, options = fp8_files(run, graph=False), with_runtimes(run, options, notes)
+    inputs = fp8_files(run, graph=False)
+    options = with_runtimes(run, options, notes)
     for precision in options.baselines:
         inputs |= files_of(run, precision)
     engines = engines_here(run, options)
@@ -152,7 +153,8 @@ def _add(added: AddedRun, notes: Notes) -> Accuracy:
     ran, failed = run_added(added, notes)
     if failed:
         raise unfinished(failed, ran)
-    accuracy, named = judge_again(added.run, added.options), {"bf16", "fp32", *added.options.chosen}
+    accuracy = judge_again(added.run, added.options)
+    named = {"bf16", "fp32", *added.options.chosen}
 
     def asked(rows: Mapping[str, RuntimeAccuracy]) -> dict[str, RuntimeAccuracy]:
         return {name: row for name, row in rows.items() if name in named}
@@ -178,7 +180,9 @@ def check_torch(options: ValidateOptions) -> None:
 
 def judge_again(run: Run, limits: VerdictLimits) -> Accuracy:
     """Return the run's accuracy with the verdict by `limits`, which is written where it was by others."""
-    accuracy, nll, kl = load_accuracy(run), load_token_losses(run), load_divergences(run)
+    accuracy = load_accuracy(run)
+    nll = load_token_losses(run)
+    kl = load_divergences(run)
     judged = accuracy.model_copy(update={"verdict": decide(accuracy, nll, limits, kl)})
     if judged.verdict != accuracy.verdict:
         with RunWriter(run).amending(VALIDATE.name, run.accuracy):
@@ -237,7 +241,8 @@ def as_a_server_reads(run: Run, options: ValidateOptions, notes: Notes) -> Valid
     calibrated = load_tokens(run, run.calibration).shape[1]
     window = options.context or min(calibrated, positions(run) or calibrated)
     served = behind_a_prompt(options, window, tails=bool(tails))
-    prompt, most = served.as_served, served.max_tokens
+    prompt = served.as_served
+    most = served.max_tokens
     if prompt is None:
         return options
     capped = most is not None and options.max_tokens is None
@@ -258,7 +263,9 @@ def behind_a_prompt(options: ValidateOptions, window: int, *, tails: bool) -> Va
     on a CPU, where each decoded token is a pass of its own, with only as many of them as an interval needs, whatever
     the prompt is.
     """
-    prompt, most, on_cpu = options.as_served, options.max_tokens, False
+    prompt = options.as_served
+    most = options.max_tokens
+    on_cpu = False
     if prompt is None and (not tails or options.accumulator):
         return options
     if most is None:
@@ -285,7 +292,8 @@ def check_enough(tokens: Evaluation, limits: VerdictLimits, notes: Notes, text: 
     """Raise InputError, before any work, where a limit was asked for and the windows are too few for an interval, and
     so for a verdict that passes; note it where none was. Both name the option that mends it; `text` is that of a text.
     """
-    windows, protocol = len(tokens.ids), tokens.protocol
+    windows = len(tokens.ids)
+    protocol = tokens.protocol
     if windows >= LEAST_WINDOWS:
         return
     if (most := enough_tokens(protocol, windows)) is not None:

@@ -90,11 +90,14 @@ def explain_loss(run: Run, tokens: Evaluation, outcome: Outcome) -> Accuracy:
     numbers.
     """
     accuracy = blamed(run, tokens, outcome, lambda: source_of(run), device())
-    calibration, base = load_tokens(run, run.calibration), outcome.nll.get(BASELINE)
+    calibration = load_tokens(run, run.calibration)
+    base = outcome.nll.get(BASELINE)
     fp32 = accuracy.runtimes.get(FLOAT32)
     runtimes = {}
     for name, runtime in accuracy.runtimes.items():
-        nll, kl, before = outcome.nll[name], outcome.kl.get(name), None if name == BASELINE else base
+        nll = outcome.nll[name]
+        kl = outcome.kl.get(name)
+        before = None if name == BASELINE else base
         parts: dict[str, object] = {"by_distance": by_distance(tokens, nll, kl)}
         if not runtime.sampled:
             parts |= {

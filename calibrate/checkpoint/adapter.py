@@ -28,9 +28,12 @@ if TYPE_CHECKING:
     import torch
 
 #: PEFT's file of an adapter's tensors, what their names begin with, and how those of a module end.
-TENSORS, PREFIX, ENDS = "adapter_model.safetensors", "base_model.model.", (".lora_A.weight", ".lora_B.weight")
+TENSORS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+ENDS = (".lora_A.weight", ".lora_B.weight")
 #: How the name of a whole weight ends, and what PEFT puts before the end where the module has an A and a B.
-WEIGHT, UNDER = ".weight", ".base_layer"
+WEIGHT = ".weight"
+UNDER = ".base_layer"
 #: The supported types of tensors.
 TYPES = ("F32", "F16", "BF16")
 #: The supported initializations of an adapter; others change the base's weights too, also when they are loaded.
@@ -268,7 +271,8 @@ def _part(file: Path, config: LoraConfig, headers: Mapping[str, StoredTensor], m
     a, b = (f"{PREFIX}{module}{end}" for end in ENDS)
     if missing := next((name for name in (a, b) if name not in headers), None):
         raise InputError(file, f"has no {missing}, whose other half is there", "copy or download it again")
-    rank, ranks = config.rank(module), (headers[a].shape[0], headers[b].shape[1])
+    rank = config.rank(module)
+    ranks = (headers[a].shape[0], headers[b].shape[1])
     if ranks != (rank, rank):
         raise InputError(
             file,

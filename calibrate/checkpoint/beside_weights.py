@@ -32,14 +32,19 @@ ORIGINAL = "original"
 #: The modules of sentence-transformers: a list of objects, each with the `path` of a folder.
 MODULES = "modules.json"
 #: The most files that are copied, and the most folders one within the other.
-MOST_FILES, DEEPEST = 1000, 4
+MOST_FILES = 1000
+DEEPEST = 4
 #: Names that are listed for one reason in a line; the rest are counted.
 LISTED = 20
 #: The reasons for leaving a file.
 CODES_REASON = "a description of the source's codes"
-WEIGHTS, CODE, HIDDEN = "weights in another form", "code that no configuration names", "hidden"
-CARD_REASON, OUTSIDE = "the model card, whose place another takes", "a link that leads out of the checkpoint"
-LARGE, MANY = f"more than {COMPANION_BYTES >> 20} MB", f"more than {MOST_FILES:,} files, or {DEEPEST} folders deep"
+WEIGHTS = "weights in another form"
+CODE = "code that no configuration names"
+HIDDEN = "hidden"
+CARD_REASON = "the model card, whose place another takes"
+OUTSIDE = "a link that leads out of the checkpoint"
+LARGE = f"more than {COMPANION_BYTES >> 20} MB"
+MANY = f"more than {MOST_FILES:,} files, or {DEEPEST} folders deep"
 UNREADABLE_NAME = "a name that is no text"
 
 
@@ -169,7 +174,9 @@ class _Divider:
             return "a folder that cannot be read"
         if self._is_module(name):
             return None
-        return WEIGHTS if name == ORIGINAL or any(map(_is_weights, _names_in(folder))) else None
+        if name == ORIGINAL or any(map(_is_weights, _names_in(folder))):
+            return WEIGHTS
+        return None
 
     def _is_module(self, name: str) -> bool:
         return any(name == module or name.startswith(f"{module}/") for module in self.modules if module)

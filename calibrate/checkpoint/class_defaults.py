@@ -62,9 +62,13 @@ def config_field(config: Mapping[str, Any], name: str) -> Any:
         for key in (under, name):
             if key in part:
                 value = part[key]
-                return _derived(config, name) if value is None else value
+                if value is None:
+                    return _derived(config, name)
+                return value
     defaults = declared.get("defaults", {})
-    return defaults[name] if name in defaults else _derived(config, name)
+    if name in defaults:
+        return defaults[name]
+    return _derived(config, name)
 
 
 def ties_embeddings(config: Mapping[str, Any]) -> bool:
@@ -95,7 +99,9 @@ def declared_fields(model_type: str) -> ClassDefaults:
         return ClassDefaults()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return declared_by(CONFIG_MAPPING[model_type]) if model_type in CONFIG_MAPPING else ClassDefaults()
+    if model_type in CONFIG_MAPPING:
+        return declared_by(CONFIG_MAPPING[model_type])
+    return ClassDefaults()
 
 
 def declared_by(configuration: Any) -> ClassDefaults:
@@ -109,9 +115,10 @@ def declared_by(configuration: Any) -> ClassDefaults:
     under = {name: str(names.get(name, name)) for name in FIELDS}
     stated = {entry.name: entry.default for entry in fields(configuration) if entry.default is not MISSING}
     made = _made_of_nothing(configuration)
-    defaults = dict[str, Any]()
+    defaults: dict[str, Any] = {}
     for name, key in under.items():
-        value, set_later = stated.get(key), made.get(key)
+        value = stated.get(key)
+        set_later = made.get(key)
         if name in DERIVED:
             expected = DERIVED[name](_general(made, under)) if value is None else value
             if set_later not in (None, expected):
@@ -169,8 +176,11 @@ def _key_heads(config: Mapping[str, Any]) -> Any:
 
 
 def _head_size(config: Mapping[str, Any]) -> int | None:
-    heads, width = config_field(config, "num_attention_heads"), config_field(config, "hidden_size")
-    return width // heads if type(width) is int and type(heads) is int and heads > 0 else None
+    heads = config_field(config, "num_attention_heads")
+    width = config_field(config, "hidden_size")
+    if type(width) is int and type(heads) is int and heads > 0:
+        return width // heads
+    return None
 
 
 #: Fields that follow from others where a class declares none.

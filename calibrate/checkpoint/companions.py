@@ -16,7 +16,8 @@ from ..input.untrusted import AGAIN, exists, read_json
 from .config_fields import abbreviated, check_token_ids
 
 #: The files that name the special tokens of a tokenizer; the second is of older versions of transformers.
-TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
 COMPANIONS = (
     "tokenizer*",
     SPECIAL_TOKENS,
@@ -32,7 +33,8 @@ COMPANIONS = (
     "LICENSE*",
 )
 #: The file that holds all of a tokenizer, and the folder of named chat templates.
-TOKENIZER, TEMPLATES = "tokenizer.json", "additional_chat_templates"
+TOKENIZER = "tokenizer.json"
+TEMPLATES = "additional_chat_templates"
 #: The file of settings of generation, such as the tokens that end a text.
 GENERATION = "generation_config.json"
 #: Files that hold a vocabulary; the first is all of a tokenizer, the others are the older forms.
@@ -153,7 +155,8 @@ def _ids(name: str, content: dict[str, Any]) -> Iterator[tuple[object, object]]:
     """Yield tokens with the ids that a file gives them; other forms of entries are left for the library to refuse."""
     if name in ("vocab.json", "added_tokens.json"):
         yield from content.items()
-    model, decoder = content.get("model"), content.get("added_tokens_decoder")
+    model = content.get("model")
+    decoder = content.get("added_tokens_decoder")
     if isinstance(model, dict) and isinstance(model.get("vocab"), dict):
         yield from model["vocab"].items()
     if isinstance(decoder, dict):

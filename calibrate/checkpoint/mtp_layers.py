@@ -38,7 +38,8 @@ def mtp_layers(config: Mapping[str, Any]) -> int:
 
 def mtp_prefixes(config: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...]:
     """The beginnings of the names of MTP tensors among `names`, sorted, such as `model.layers.61.` and `mtp.`."""
-    count, layers = mtp_layers(config), config_field(config, "num_hidden_layers")
+    count = mtp_layers(config)
+    layers = config_field(config, "num_hidden_layers")
     after = range(layers, layers + count) if type(layers) is int else range(0)
     prefixes = set()
     for name in names:
@@ -56,10 +57,13 @@ def vllm_name(config: Mapping[str, Any], name: str) -> str:
     `model.layers.45` is `model.layers.45.mtp_block`. LongCat-Flash: `model.mtp.layers.0` is the decoder layer after the
     last half of one, and its `eh_proj` has no more name than that.
     """
-    kind, layers = str(_field(config, "model_type")), config_field(config, "num_hidden_layers")
+    kind = str(_field(config, "model_type"))
+    layers = config_field(config, "num_hidden_layers")
     if "longcat_flash" in kind and type(halves := _field(config, "num_layers")) is int:
         inner = _LONGCAT.sub("", name)
-        return inner if inner == name or inner.startswith("eh_proj") else f"model.layers.{2 * halves}.{inner}"
+        if inner == name or inner.startswith("eh_proj"):
+            return inner
+        return f"model.layers.{2 * halves}.{inner}"
     if type(layers) is not int:
         return name
     if kind.startswith("step3p") and (layer := _STEP.match(name)) and int(layer[1]) >= layers:

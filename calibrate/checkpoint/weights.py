@@ -19,9 +19,11 @@ from ..input.untrusted import AGAIN, error_text, exists, foreign, local_path, re
 if TYPE_CHECKING:
     import torch
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 #: How the name of a file of weights ends, and that of an index of several.
-WEIGHTS_END, INDEX_END = ".safetensors", ".safetensors.index.json"
+WEIGHTS_END = ".safetensors"
+INDEX_END = ".safetensors.index.json"
 ADAPTER = "adapter_config.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 #: Values in one step of counting those that are not finite.
@@ -59,7 +61,8 @@ def find_weights(directory: Path, name: str, named: str | None = None) -> tuple[
     if not first.name.endswith(INDEX_END):
         read_headers((first,))
         return (first,)
-    index, weight_map = first, read_index(first)
+    index = first
+    weight_map = read_index(first)
     shards = sorted({local_path(directory / shard) for shard in weight_map.values()})
     missing = [shard.name for shard in shards if not exists(shard)]
     if missing:
@@ -194,7 +197,8 @@ class Weights:
         `parts`: by name, the tensors that are parts of a stored one. Raises InputError for files that have been damaged
         since they were checked.
         """
-        self._coding, self._stored = coding, read_headers(files)
+        self._coding = coding
+        self._stored = read_headers(files)
         self._headers = coding.headers(self._stored) if coding else self._stored
         self._parts = parts or {}
         if parts:
@@ -247,7 +251,9 @@ class Weights:
 
 def _part_of(stored: StoredTensor, part: TensorPart) -> StoredTensor:
     """The tensor that is `part` of a stored one, within its bytes."""
-    return stored if part.index is None else replace(stored, shape=(part.end - part.start, *stored.shape[2:]))
+    if part.index is None:
+        return stored
+    return replace(stored, shape=(part.end - part.start, *stored.shape[2:]))
 
 
 def check_finite(weights: Weights, report: Reporter = SILENT) -> None:

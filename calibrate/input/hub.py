@@ -86,7 +86,8 @@ def fetch_model(name: str, revision: str | None, with_code: bool, report: Report
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import DryRunError
 
-    allowed, unwanted = [*WANTED, *(CODE if with_code else ())], list(UNWANTED)
+    allowed = [*WANTED, *(CODE if with_code else ())]
+    unwanted = list(UNWANTED)
     remedy = "connect, or download it elsewhere and give the directory as MODEL"
     with quiet_hub(), disk_errors(Path(constants.HF_HUB_CACHE)), hub_errors("model", name, revision, remedy):
         try:

@@ -22,7 +22,9 @@ from ...core.errors import InputError
 
 #: The most characters of an expression, the most ways in which it may be laid over a text, and the most seconds that
 #: the expressions of one file take.
-LONGEST, MOST_MATCHES, SECONDS = 1000, 10_000_000, 10.0
+LONGEST = 1000
+MOST_MATCHES = 10_000_000
+SECONDS = 10.0
 TOO_MUCH = "it repeats too much to be tried"
 
 
@@ -31,7 +33,8 @@ class PatternFile:
 
     def __init__(self, path: Path, seconds: float = SECONDS):
         """Name the file for error messages, and allow `seconds`."""
-        self.path, self.left = path, seconds
+        self.path = path
+        self.left = seconds
 
     def refused(self, expression: str, why: object) -> InputError:
         """The error for an expression of this file."""
@@ -48,7 +51,8 @@ class BoundedPattern:
 
         Raises InputError for one that does not compile, alone or between these, or that no text can be tried with.
         """
-        self.expression, self._file = expression, file
+        self.expression = expression
+        self._file = file
         if len(expression) > LONGEST:
             raise file.refused(expression, TOO_MUCH)
         try:
@@ -79,7 +83,8 @@ class BoundedPattern:
 
 def match_count(tree: Any, length: int) -> float:
     """Bound from above in how many ways a parsed expression can be laid over a text of so many letters."""
-    bound, repeats = 1.0, 0
+    bound = 1.0
+    repeats = 0
     for operator, argument in tree:
         match str(operator):
             case "LITERAL" | "NOT_LITERAL" | "ANY" | "IN" | "AT" | "GROUPREF":
@@ -114,8 +119,6 @@ def _repeated(least: int, most: int, matches_once: float, width: int, length: in
         return float("inf")
     if matches_once == 1:
         return max(most - least, 0) + 1.0 + (0 if width else least)
-    return (
-        sum(matches_once**times for times in range(min(least, most), most + 1))
-        if most * matches_once < 400
-        else float("inf")
-    )
+    if most * matches_once < 400:
+        return sum(matches_once**times for times in range(min(least, most), most + 1))
+    return float("inf")

@@ -14,7 +14,8 @@ def quiet_transformers() -> Iterator[None]:
     """Keep transformers from logging, warning and drawing bars in this block; restore its settings after it."""
     from transformers.utils import logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity(CRITICAL)
     logging.disable_progress_bar()
     try:

@@ -19,7 +19,8 @@ from ...core.files import regular_file, unreadable
 
 #: Bytes that a JSON file may have, and how deep its values may be nested. The largest of a published checkpoint, an
 #: index of some 100,000 tensors, has 10 MB.
-JSON_BYTES, JSON_DEPTH = 64 << 20, 64
+JSON_BYTES = 64 << 20
+JSON_DEPTH = 64
 #: The most characters of another library's message.
 MESSAGE = 400
 #: The remedy for a malformed file, which came from elsewhere.
@@ -124,7 +125,9 @@ def walk(value: Any) -> Iterator[tuple[str, Any]]:
 def error_text(error: BaseException) -> str:
     """The text of an exception on one line, without control characters, cut to a readable length."""
     text = " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", str(error)).split()) or type(error).__name__
-    return text if len(text) <= MESSAGE else f"{text[:MESSAGE]}…"
+    if len(text) <= MESSAGE:
+        return text
+    return f"{text[:MESSAGE]}…"
 
 
 @contextmanager

@@ -117,7 +117,9 @@ class Chain(LayerChain):
         compute_gemms_in_fp32(self.model, dtype, device)
         if source.on:
             attach_adapter(self.model, source.on, dtype, device)
-        self.source, self.described, self.device = source, source, device
+        self.source = source
+        self.described = source
+        self.device = device
         self.gemms = observed_gemms(self.model)
         self.weights = Materializer(self.model, source, device, dtype, rounded)
         self.layers = find_layers(self.model, source)
@@ -163,7 +165,8 @@ class Chain(LayerChain):
 
         Raises NoChainError for a model that looks tokens up in another module, or makes logits in none.
         """
-        embedding, head = self.model.get_input_embeddings(), output_head(self.model)
+        embedding = self.model.get_input_embeddings()
+        head = output_head(self.model)
         if not isinstance(embedding, nn.Embedding):
             raise NoChainError(
                 self.described, f"looks tokens up in {type(embedding).__name__}, which is no nn.Embedding"

@@ -15,9 +15,11 @@ import triton.language as tl
 from .histogram import PATTERNS
 
 #: Values that a program takes at a time; programs, a little more than an H100 has processors.
-BLOCK, PROGRAMS = 2048, 264
+BLOCK = 2048
+PROGRAMS = 264
 #: Blocks that are worth a program's table; values in one launch, so that neither a count nor a place exceeds 31 bits.
-BLOCKS_A_TABLE, LAUNCHED_AT_A_TIME = 16, 1 << 30
+BLOCKS_A_TABLE = 16
+LAUNCHED_AT_A_TIME = 1 << 30
 
 
 @triton.jit

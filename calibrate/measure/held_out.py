@@ -69,7 +69,9 @@ class HeldOutTokens:
 
 def input_name(gemm: str) -> str:
     """The GEMM of the same expert by which the input of `gemm` is called: gate's for gate and up."""
-    return gemm if has_own_input(gemm) else f"{gemm.rpartition('.')[0]}.{FUSED['gate_up_proj'][0]}"
+    if has_own_input(gemm):
+        return gemm
+    return f"{gemm.rpartition('.')[0]}.{FUSED['gate_up_proj'][0]}"
 
 
 def has_own_input(gemm: str) -> bool:

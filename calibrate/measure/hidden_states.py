@@ -25,7 +25,8 @@ class HiddenStates:
 
         Its disk space is allocated at once: a write to a mapped page cannot report a full disk.
         """
-        self.path, self.dtype = path, output.dtype
+        self.path = path
+        self.dtype = output.dtype
         self.shapes = {batch: (*ids.shape, output.width) for batch, ids in batches.items()}
         self.starts = dict(zip(batches, np.cumsum([0, *self._sizes()]).tolist()))
         with open(path, "ab+") as handle:
@@ -36,7 +37,8 @@ class HiddenStates:
         return [int(np.prod(shape)) * self.dtype.itemsize for shape in self.shapes.values()]
 
     def _mapped(self, batch: int) -> torch.Tensor:
-        shape, start = self.shapes[batch], self.starts[batch]
+        shape = self.shapes[batch]
+        start = self.starts[batch]
         values = self.bytes[start : start + int(np.prod(shape)) * self.dtype.itemsize]
         return torch.from_numpy(values).view(self.dtype).view(shape)
 

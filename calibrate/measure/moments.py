@@ -62,7 +62,9 @@ class SecondMoments:
         """Create `folder` and write into it; of the names `going_on` the sums there are added to. `first_apart`: store
         the first token of each window beside the sums.
         """
-        self.folder, self._going_on, self._first_apart = folder, going_on, first_apart
+        self.folder = folder
+        self._going_on = going_on
+        self._first_apart = first_apart
         folder.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, np.memmap[tuple[int, int], np.dtype[np.float32]]] = {}
         self._on_gpu: dict[str, torch.Tensor] = {}
@@ -97,7 +99,8 @@ class SecondMoments:
         """Open the file of a tensor whose first `tokens` [tokens, width] have come, and hold its sums on their GPU if
         that has room.
         """
-        path, again = moments_file(self.folder, name), name in self._going_on
+        path = moments_file(self.folder, name)
+        again = name in self._going_on
         matrix = self._files[name] = np.load(path, mmap_mode="r+") if again else new_matrix(path, tokens.shape[1])
         if tokens.device.type != "cpu" and has_room(tokens.device, matrix.nbytes):
             held = torch.from_numpy(matrix).to(tokens.device) if again else None

@@ -95,7 +95,8 @@ class Observer:
         if largest.device.type != "cpu" or largest >= INFINITY:  # a GPU would wait for the comparison
             largest = largest_finite(counts)
         if self._counts is None:
-            self._counts, self._channels = counts, channels
+            self._counts = counts
+            self._channels = channels
             self._batches = torch.full((self.batches,), -1, dtype=torch.int16, device=counts.device)
         else:
             self._counts.add_(counts)
@@ -150,7 +151,10 @@ class Watch:
         `moments`: the store that second moments of the inputs are added to; `all_experts`: run every expert on every
         token.
         """
-        self.model, self.groups, self.moments, self.batches = model, groups, moments, batches
+        self.model = model
+        self.groups = groups
+        self.moments = moments
+        self.batches = batches
         self.modules = {first: full_input_module(model, first) for first in groups}
         self.experts = list(experts_of(model).values())
         self.shown: TokensShown = "every" if all_experts else "routed"

@@ -53,7 +53,8 @@ def recorded_queries(model: PreTrainedModel) -> Iterator[list[tuple[nn.Module, t
 
     Raises InputError for a model whose attention does not use the interface.
     """
-    plain, queries = attention_of(model), list[tuple[nn.Module, torch.Tensor]]()
+    plain = attention_of(model)
+    queries: list[tuple[nn.Module, torch.Tensor]] = []
     if plain is None:
         raise InputError(
             type(model).__name__,
@@ -77,7 +78,8 @@ def attention_of(model: PreTrainedModel) -> Attention | None:
 
     The interface does not list eager attention: for a name that it does not know, a model calls its own eager function.
     """
-    code, name = vars(code_of(model)), model.config._attn_implementation
+    code = vars(code_of(model))
+    name = model.config._attn_implementation
     if "ALL_ATTENTION_FUNCTIONS" not in code:
         return None
     function: Attention | None = ALL_ATTENTION_FUNCTIONS.get(name, code.get("eager_attention_forward"))

@@ -108,7 +108,8 @@ class Corpus(Strict):
         if len(texts) == 1:
             return texts[0]
         fingerprint = hashlib.sha256("".join(f"{text.fingerprint}\n" for text in texts).encode()).hexdigest()
-        windows, name = sum(text.windows for text in texts), " + ".join(text.name for text in texts)
+        windows = sum(text.windows for text in texts)
+        name = " + ".join(text.name for text in texts)
         return Corpus(
             name=name,
             fingerprint=fingerprint,
@@ -155,7 +156,8 @@ class TensorStatistics:
 
     def check(self, name: str) -> None:
         """Raise ValueError, naming the tensor `name`, for arrays of wrong type, shape or content."""
-        bits, counts = self.histogram.bits, self.histogram.counts
+        bits = self.histogram.bits
+        counts = self.histogram.counts
         for array, dtype in (
             (bits, np.int16), (counts, np.int64), (self.amax_batches, np.float32), (self.amax_channels, np.float32),
         ):  # fmt: skip
@@ -273,7 +275,9 @@ class Statistics:
     def batches_measured(self) -> set[int]:
         """The indices of all measured batches. An expert may have got no token in one of them."""
         measured = [np.flatnonzero(~np.isnan(tensor.amax_batches)) for tensor in self.tensors.values()]
-        return set(np.concatenate(measured).tolist()) if measured else set()
+        if measured:
+            return set(np.concatenate(measured).tolist())
+        return set()
 
 
 def replace_record(record: StatisticsRecord, **changes: object) -> StatisticsRecord:
@@ -356,4 +360,6 @@ def coverage(statistics: Statistics) -> list[Coverage]:
 def tokens_of(statistics: Statistics, gemm: str) -> int:
     """The number of tokens that reached `gemm`, whose input no other module reads."""
     tensor = statistics.tensors.get(f"{gemm}.input")
-    return tensor.histogram.samples // len(tensor.amax_channels) if tensor else 0
+    if tensor:
+        return tensor.histogram.samples // len(tensor.amax_channels)
+    return 0

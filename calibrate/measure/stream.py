@@ -73,7 +73,9 @@ class Stream(Chain):
         Raises InputError where there is too little, and for a model that is no chain of layers.
         """
         super().__init__(source, device)
-        self.what, self.folder, self.copies = what, folder, copies_of(device)
+        self.what = what
+        self.folder = folder
+        self.copies = copies_of(device)
         size = what.tokens * self.layer_output.width * self.layer_output.dtype.itemsize
         files = [folder / f"hidden-{parity}" for parity in range(2)]
         check_space(folder, files, size, "--stream")
@@ -108,7 +110,8 @@ class Stream(Chain):
         `again`: their moments are complete already.
         """
         moments = None if again else self.what.moments
-        watched, batches = self._watched(layer), self.what.corpus.batches
+        watched = self._watched(layer)
+        batches = self.what.corpus.batches
         return Watch(self.model, self.gemms, watched, batches, moments, self.what.all_experts)
 
     def _weight_amax(self, layer: int | None) -> dict[str, npt.NDArray[np.float32]]:
@@ -137,7 +140,8 @@ class Stream(Chain):
     ) -> None:
         """Step n: run all batches through decoder layer n - 1."""
         index = step - 1
-        before, after = self.hidden[index % 2], self.hidden[step % 2]
+        before = self.hidden[index % 2]
+        after = self.hidden[step % 2]
         layer = self.layers.modules(self.model)[index]
         watch = self._watch(index)
         with (

@@ -46,9 +46,12 @@ class Merging:
         if name not in self.modules:
             return None
         module, axis = self.modules[name]
-        weight, added = read(name), self.adapter.added(module)
+        weight = read(name)
+        added = self.adapter.added(module)
         merged = weight.float() + (added.T if axis else added)
-        return merged.to(torch.bfloat16) if weight.dtype == torch.bfloat16 else merged
+        if weight.dtype == torch.bfloat16:
+            return merged.to(torch.bfloat16)
+        return merged
 
 
 def with_adapters(source: Source, directories: Sequence[Path], mode: Mode) -> Source:
@@ -98,7 +101,9 @@ def by_model_names(adapter: Adapter, source: Source, model: PreTrainedModel) -> 
     modules = dict(model.named_modules())
 
     def named(module: str) -> str:
-        return module if module in modules else in_files.get(module, module)
+        if module in modules:
+            return module
+        return in_files.get(module, module)
 
     parts = {named(module): part for module, part in adapter.parts.items()}
     copies = {named(module): name for module, name in adapter.copies.items()}
@@ -137,7 +142,8 @@ def check_adapter_fits(adapter: Adapter, source: Source, model: PreTrainedModel)
     """Raise InputError where `adapter` names modules that `model`, made of `source`, lacks or has in other sizes, and
     where it would change an embedding that is tied to the output head.
     """
-    gemms, other = gemm_modules(model), f"it is of another base than {source.name}; give that one"
+    gemms = gemm_modules(model)
+    other = f"it is of another base than {source.name}; give that one"
     for module, part in adapter.parts.items():
         if module not in gemms:
             raise InputError(
@@ -146,7 +152,8 @@ def check_adapter_fits(adapter: Adapter, source: Source, model: PreTrainedModel)
         weight = gemms[module].weight
         assert isinstance(weight, torch.Tensor), "a GEMM has a weight"
         out, width = tuple(weight.shape)[:: -1 if output_channel_axis(gemms[module]) else 1]
-        outputs, inputs = adapter.headers[part.b].shape[0], adapter.headers[part.a].shape[1]
+        outputs = adapter.headers[part.b].shape[0]
+        inputs = adapter.headers[part.a].shape[1]
         if (outputs, inputs) != (out, width):
             raise InputError(
                 adapter.path / TENSORS,
@@ -168,14 +175,17 @@ def _check_copies(adapter: Adapter, source: Source, model: PreTrainedModel) -> N
     PEFT's save_pretrained writes those of embedding and output head, where these are adapted or where it is asked to;
     loading the adapter puts them in the place of the base's.
     """
-    weights, model_names = source.weights(), model.state_dict().keys()
+    weights = source.weights()
+    model_names = model.state_dict().keys()
     for module, name in adapter.copies.items():
-        file, stored = adapter.path / TENSORS, source.stored(f"{module}.weight")
+        file = adapter.path / TENSORS
+        stored = source.stored(f"{module}.weight")
         if f"{module}.weight" not in model_names or stored not in weights.names():
             raise InputError(
                 file, f"{name} is none of a linear layer's A and B, and plain LoRA alone is read", MERGE_YOURSELF
             )
-        adapter_weight, base = adapter.tensor(name), weights.tensor(stored)
+        adapter_weight = adapter.tensor(name)
+        base = weights.tensor(stored)
         if adapter_weight.shape != base.shape or not torch.equal(base.to(adapter_weight.dtype), adapter_weight):
             raise InputError(
                 file,
@@ -193,7 +203,8 @@ def adapter_remarks(source: Source) -> list[str]:
     adapters = [adapter for adapter in (source.merged, *source.adapters) if adapter]
     remarks = [remark for adapter in adapters if (remark := foreign_base(adapter, source))]
     for adapter in adapters:
-        differing, merged = adapter_differences(source, adapter), adapter is source.merged
+        differing = adapter_differences(source, adapter)
+        merged = adapter is source.merged
         if differing and merged:
             remarks.append(
                 f"--adapter {adapter.path}: its own {' and '.join(differing)} is taken, which is not the base's"

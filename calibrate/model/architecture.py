@@ -70,7 +70,8 @@ def load_config(path: Path, name: str, raw: Mapping[str, Any]) -> tuple["PreTrai
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    model_type, code = raw.get("model_type"), raw.get("auto_map") or {}
+    model_type = raw.get("model_type")
+    code = raw.get("auto_map") or {}
     architecture = next((name for name in raw.get("architectures") or [] if isinstance(name, str)), None)
     if code and (model_type not in CONFIG_MAPPING or (architecture and not hasattr(transformers, architecture))):
         raise InputError(
@@ -145,7 +146,8 @@ def _check_states(config: "PreTrainedConfig", name: str, named: str, made: Any) 
     """
     import transformers
 
-    attending, text = attention_indices(config), config.get_text_config()
+    attending = attention_indices(config)
+    text = config.get_text_config()
     recurrent = getattr(made, "_is_stateful", False) or "linear_attention" in (getattr(text, "layer_types", None) or ())
     general = getattr(made, "_supports_default_dynamic_cache", lambda: True)()
     indexed = attending is None and getattr(text, "index_topk", None)

@@ -68,7 +68,9 @@ def bf16_arithmetic(device: str) -> dict[str, JsonValue]:
 
     Empty for a GPU and where BF16 units compute them: so it was recorded before there was a choice.
     """
-    return {} if device != "cpu" or has_bf16_units() else {"bf16_products": "fp32"}
+    if device != "cpu" or has_bf16_units():
+        return {}
+    return {"bf16_products": "fp32"}
 
 
 def bf16_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -76,13 +78,16 @@ def bf16_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
     The weight is cast `BLOCK` values at a time.
     """
-    x_fp32, rows = x.float(), max(1, BLOCK // max(1, weight.shape[1]))
+    x_fp32 = x.float()
+    rows = max(1, BLOCK // max(1, weight.shape[1]))
     biases = [None] * -(-len(weight) // rows) if bias is None else bias.float().split(rows)
     parts = [
         nn.functional.linear(x_fp32, part.float(), added).to(torch.bfloat16)
         for part, added in zip(weight.split(rows), biases, strict=True)
     ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, -1)
 
 
 class GemmsInFP32(TorchFunctionMode):
@@ -123,7 +128,9 @@ def _is_wanted(value: object) -> bool:
 
 def gemms_in_fp32() -> AbstractContextManager[object]:
     """Compute BF16 GEMMs of the CPU in FP32 in this block, where the processor has no BF16 units."""
-    return nullcontext() if has_bf16_units() else GemmsInFP32()
+    if has_bf16_units():
+        return nullcontext()
+    return GemmsInFP32()
 
 
 def compute_gemms_in_fp32(model: PreTrainedModel, dtype: torch.dtype, device: str) -> None:

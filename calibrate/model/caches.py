@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from transformers.cache_utils import DynamicLayer
 
 #: Layers that hold keys and values alone, and those that hold nothing (they share another's, or have no attention).
-PLAIN, NOTHING = ("DynamicLayer", "DynamicSlidingWindowLayer"), "DummyLayer"
+PLAIN = ("DynamicLayer", "DynamicSlidingWindowLayer")
+NOTHING = "DummyLayer"
 #: The methods of a cache layer in which attention writes keys and values, and asks how many there are.
 OF_ATTENTION = ("update", "get_seq_length", "get_mask_sizes")
 
@@ -26,7 +27,9 @@ def configured_cache(config: "PreTrainedConfig") -> "DynamicCache | None":
 
     cache = DynamicCache(config=config.get_text_config(decoder=True))
     plain = all(type(layer).__name__ in (*PLAIN, NOTHING) for layer in cache.layers)
-    return None if plain and any(map(holds_keys, cache.layers)) else cache
+    if plain and any(map(holds_keys, cache.layers)):
+        return None
+    return cache
 
 
 def holds_keys(layer: object) -> "TypeGuard[DynamicLayer]":
@@ -44,7 +47,9 @@ def keeps_states(config: "PreTrainedConfig") -> bool:
 def attention_indices(config: "PreTrainedConfig") -> set[int] | None:
     """The numbers of the layers that cache keys and values, of a model that keeps other states too; None for others."""
     cache = configured_cache(config)
-    return None if cache is None else {n for n, layer in enumerate(cache.layers) if holds_keys(layer)}
+    if cache is None:
+        return None
+    return {n for n, layer in enumerate(cache.layers) if holds_keys(layer)}
 
 
 def new_cache(model: "PreTrainedModel", layers: "Mapping[int, DynamicLayer] | None" = None) -> "DynamicCache":

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 def needed_attention(config: "PreTrainedConfig") -> str | None:
     """The attention function that `config` needs; None for transformers' default."""
-    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        return "eager"
+    return None
 
 
 def nested(config: "PreTrainedConfig") -> bool:
@@ -45,7 +47,9 @@ def auto_class(config: "PreTrainedConfig") -> Any:
     """Return the auto class of transformers that makes and loads the model of `config`."""
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
-    return AutoModelForMultimodalLM if nested(config) else AutoModelForCausalLM
+    if nested(config):
+        return AutoModelForMultimodalLM
+    return AutoModelForCausalLM
 
 
 def decoder(model: "nn.Module") -> str:

@@ -59,7 +59,8 @@ class GpuCopies:
 
     def __init__(self, device: str):
         """Make the stream on the GPU `device`."""
-        self.device, self._stream = device, torch.cuda.Stream(device)
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="fp8q-copy")
 
     def to_device(self, read: Coming) -> Coming:
@@ -100,4 +101,6 @@ class GpuCopies:
 
 def copies_of(device: str) -> Copies:
     """The copies from and to `device`."""
-    return GpuCopies(device) if device.startswith("cuda") else DirectCopies(device)
+    if device.startswith("cuda"):
+        return GpuCopies(device)
+    return DirectCopies(device)

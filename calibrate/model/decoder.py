@@ -22,7 +22,8 @@ from .caches import new_cache
 from .gemms import language_modules
 
 #: Placeholders for the hidden states and the cache in the recorded arguments of a layer.
-HIDDEN, CACHE = object(), object()
+HIDDEN = object()
+CACHE = object()
 Forward = Callable[..., Any]
 
 
@@ -91,7 +92,9 @@ class Layers:
     def index(self, module: str) -> int | None:
         """The index of the layer that contains `module`; None for a module outside the layers."""
         rest = module.removeprefix(f"{self.prefix}.")
-        return int(rest.partition(".")[0]) if rest != module else None
+        if rest != module:
+            return int(rest.partition(".")[0])
+        return None
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,9 @@ class LayerOutput:
 
     def wrap(self, hidden: torch.Tensor) -> Any:
         """Put `hidden` into the form that a layer returns."""
-        return (hidden, *[None] * (self.outputs - 1)) if self.outputs else hidden
+        if self.outputs:
+            return (hidden, *[None] * (self.outputs - 1))
+        return hidden
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,9 @@ class TracedCall:
     @property
     def hidden(self) -> Any:
         """The hidden states in the output."""
-        return self.out[0] if isinstance(self.out, tuple) else self.out
+        if isinstance(self.out, tuple):
+            return self.out[0]
+        return self.out
 
 
 class NoChainError(InputError):
@@ -163,7 +170,11 @@ def trace_layers(model: PreTrainedModel, meta: PreTrainedModel, layers: Layers, 
     cache = new_cache(meta)
 
     def to_meta(leaf: Any) -> Any:
-        return cache if isinstance(leaf, Cache) else leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+        if isinstance(leaf, Cache):
+            return cache
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to("meta")
+        return leaf
 
     def forward(index: int, layer: nn.Module) -> Forward:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -206,7 +217,8 @@ def common_output(calls: Sequence[TracedCall], layers: Layers, source: Described
         if any(id(leaf) in outputs for leaf in tree_leaves((call.args, call.kwargs))):
             raise NoChainError(source, f"gives layer {index} more of an earlier layer than its hidden states")
         outputs |= {id(leaf) for leaf in tree_leaves(traced.out) if isinstance(leaf, torch.Tensor)}
-    out, hidden = calls[-1].out, calls[-1].hidden
+    out = calls[-1].out
+    hidden = calls[-1].hidden
     return LayerOutput(len(out) if isinstance(out, tuple) else 0, hidden.shape[-1], hidden.dtype)
 
 

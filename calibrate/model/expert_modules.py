@@ -144,7 +144,8 @@ def routes(top_k_index: torch.Tensor, count: int) -> Iterator[Route]:
     experts; searching the places of each expert would be a wait for each.
     """
     expert, place = top_k_index.T.flatten().sort(stable=True)
-    position, token = place // len(top_k_index), place % len(top_k_index)
+    position = place // len(top_k_index)
+    token = place % len(top_k_index)
     ends = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True).tolist()
     for number, (start, end) in enumerate(pairwise([0, *ends])):
         if start < end:
@@ -186,7 +187,9 @@ def full_input_module(model: nn.Module, gemm: str) -> nn.Module:
     expert, _, name = gemm.rpartition(".")
     experts = model.get_submodule(expert.rpartition(".")[0])
     shared = isinstance(experts, Experts) and name in FUSED["gate_up_proj"]
-    return experts.input if isinstance(experts, Experts) and shared else model.get_submodule(gemm)
+    if isinstance(experts, Experts) and shared:
+        return experts.input
+    return model.get_submodule(gemm)
 
 
 def shared_inputs(model: nn.Module, gemms: Iterable[str]) -> dict[nn.Module, list[str]]:
@@ -222,7 +225,8 @@ def apart(module: nn.Module) -> Experts:
 def _empty_linear(width: int, height: int, like: torch.Tensor) -> nn.Linear:
     """Make a linear layer of the type and on the device of `like`, without drawing values, which would take seconds."""
     linear = nn.Linear(1, 1, bias=False, device="meta")
-    linear.in_features, linear.out_features = width, height
+    linear.in_features = width
+    linear.out_features = height
     linear.weight = nn.Parameter(like.new_empty(height, width))
     return linear
 

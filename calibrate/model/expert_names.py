@@ -81,7 +81,9 @@ class Conversions:
     def operations(self, pattern: str | None) -> tuple[str, ...]:
         """The names of the operations of the conversion that has `pattern`; none for a tensor that is not converted."""
         made = next((converter for converter in self._converters if pattern in converter.source_patterns), None)
-        return tuple(type(operation).__name__ for operation in made.operations) if made else ()
+        if made:
+            return tuple(type(operation).__name__ for operation in made.operations)
+        return ()
 
     def cutting(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """The ends of names of weights in files of which transformers makes several weights -> those of these.
@@ -171,7 +173,9 @@ class Conversions:
     def original(self, model_name: str) -> str:
         """The stored name of the tensor that transformers calls `model_name`."""
         name = self._renamed_back(model_name)
-        return name if self.model_name(name)[0] == model_name else model_name
+        if self.model_name(name)[0] == model_name:
+            return name
+        return model_name
 
     def _renamed_back(self, name: str) -> str:
         for renaming in reversed(self._renamings):

@@ -99,7 +99,9 @@ def _computes_linear(module: nn.Linear, biased: bool) -> bool:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=random, device="cpu", dtype=torch.float64)
 
-    x, weight, bias = draw(3, 7), draw(5, 7), draw(5) if biased else None
+    x = draw(3, 7)
+    weight = draw(5, 7)
+    bias = draw(5) if biased else None
     trial = copy(module)
     trial._parameters = {"weight": nn.Parameter(weight), "bias": None if bias is None else nn.Parameter(bias)}
     try:
@@ -114,7 +116,9 @@ def _computes_linear(module: nn.Linear, biased: bool) -> bool:
 def output_head(model: PreTrainedModel) -> str | None:
     """The name of the output head, which makes the logits; None where there is none."""
     head = model.get_output_embeddings()
-    return next((name for name, module in model.named_modules() if module is head), None) if head is not None else None
+    if head is not None:
+        return next((name for name, module in model.named_modules() if module is head), None)
+    return None
 
 
 def attention_modules(model: nn.Module) -> dict[int, str]:

@@ -42,7 +42,9 @@ class _Expanding:
 
     def update_indexer(self, keys: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Store an indexer's `keys`, and return those of all positions."""
-        return keys if self.cache is None else self.cache.update_indexer(keys, *args, **kwargs)
+        if self.cache is None:
+            return keys
+        return self.cache.update_indexer(keys, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)

@@ -48,7 +48,8 @@ def load_tensors(
     )  # fmt: skip
     model, info = loaded
     misshapen = list(info["mismatched_keys"])
-    missing, unknown = list(info["missing_keys"]), {*info["unexpected_keys"], *names.values()}
+    missing = list(info["missing_keys"])
+    unknown = {*info["unexpected_keys"], *names.values()}
     for place, module in experts.items():
         laid_in = deepcopy(module)
         for name, parameter in laid_in.named_parameters():

@@ -36,10 +36,16 @@ class Materializer:
 
         Those that transformers keeps in FP32 stay as they are.
         """
-        self.model, self.weights, self.device, self.dtype = model, source.weights(), device, dtype
+        self.model = model
+        self.weights = source.weights()
+        self.device = device
+        self.dtype = dtype
         self.first = torch.bfloat16 if rounded else dtype
-        self.name, self.stored, self.fp32 = source.name, source.stored, source.fp32
-        self.copies, self._coming = copies_of(device), dict[str, Coming]()
+        self.name = source.name
+        self.stored = source.stored
+        self.fp32 = source.fp32
+        self.copies = copies_of(device)
+        self._coming = dict[str, Coming]()
         self.merged = Conversions(model, dense=True).merged(self.weights.names())
         self.tied: Mapping[str, str] = {
             **model.all_tied_weights_keys,
@@ -110,4 +116,6 @@ class Materializer:
         first, dtype = (torch.float32, torch.float32) if stored in self.fp32 else (self.first, self.dtype)
         tensor = mapped.to(self.device, first).to(dtype) if mapped.is_floating_point() else mapped
         tensor = tensor.to(self.device)
-        return tensor.clone() if resident and tensor is mapped and not coming else tensor
+        if resident and tensor is mapped and not coming:
+            return tensor.clone()
+        return tensor

@@ -56,7 +56,8 @@ def container_bytes(cgroup: Path = CGROUP) -> int | None:
     reclaimable.
     """
     try:
-        limit, used = int((cgroup / "memory.max").read_text()), int((cgroup / "memory.current").read_text())
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
         stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
         return max(0, limit - used + int(stat["inactive_file"]) + int(stat["active_file"]))
     except (OSError, ValueError, KeyError):  # no such group, or `max`: no limit

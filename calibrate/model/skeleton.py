@@ -99,7 +99,9 @@ NOTHING = re.compile(r"(?!)")
 def fp32_pattern(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str]:
     """Return the pattern in the names of the tensors that transformers keeps in FP32 where `model` is in `dtype`."""
     plan = model._get_dtype_plan(dtype)
-    return re.compile(build_glob_alternation([*plan])[0]) if plan else NOTHING
+    if plan:
+        return re.compile(build_glob_alternation([*plan])[0])
+    return NOTHING
 
 
 def hold_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -118,7 +120,8 @@ def fp32_tensors(
     `model`: without values, in BF16; `renamed`: its name of a tensor -> that in the files, where they differ. Tensors
     that it does not know (multi-token prediction) are judged by their names alone.
     """
-    model_names, pattern = {under: name for name, under in renamed.items()}, fp32_pattern(model, dtype)
+    model_names = {under: name for name, under in renamed.items()}
+    pattern = fp32_pattern(model, dtype)
     fp32_names = {name for name, tensor in model.state_dict().items() if tensor.dtype == torch.float32}
     called = {name: model_names.get(name, name) for name in names}
     return frozenset(name for name, under in called.items() if under in fp32_names or pattern.search(under))

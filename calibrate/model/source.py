@@ -52,7 +52,8 @@ from .load import HEADER_TYPE, headers, load_tensors, renamed_tensors
 from .skeleton import check_buffers, empty, fp32_tensors
 
 #: Bytes that are hashed at a time, and the most such pieces at once: 64 MB of memory.
-PIECE, PIECES_AT_ONCE = 4 << 20, 16
+PIECE = 4 << 20
+PIECES_AT_ONCE = 16
 #: The types of weights, as safetensors spells them.
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 #: Names of directories that do not describe the model in them.

@@ -51,7 +51,8 @@ TAKEN: Mapping[TokenizerChoice, str] = {
     "auto": f"--tokenizer auto takes the first, and writes it to model/ as {TOKENIZER}",
 }
 #: Characters of an example, and tokens of it that are shown.
-EXAMPLE, SHOWN = 24, 8
+EXAMPLE = 24
+SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,9 @@ class TokenDifference:
 def in_words(kinds: Iterable[str]) -> str:
     """Enumerate kinds of text."""
     *first, last = kinds
-    return f"{', '.join(first)} and {last}" if first else last
+    if first:
+        return f"{', '.join(first)} and {last}"
+    return last
 
 
 def load_tokenizer(source: Source, report: Reporter = SILENT) -> "PreTrainedTokenizerBase":
@@ -78,7 +81,8 @@ def load_tokenizer(source: Source, report: Reporter = SILENT) -> "PreTrainedToke
     Raises InputError when its files make none, or one that cannot tokenize.
     """
     with companion_directory(source) as directory:
-        auto, mismatch = auto_tokenizer(source, directory), None
+        auto = auto_tokenizer(source, directory)
+        mismatch = None
         with foreign(partial(_refusal, source)), muted():
             if report is not SILENT:
                 mismatch = difference(directory, auto)
@@ -196,7 +200,9 @@ def unnamed_tokens(directory: Path, tokens: Mapping[str, str]) -> dict[str, str]
 
 def _text(token: object) -> object:
     """The text of a special token, which may be an object with further fields."""
-    return token.get("content") if isinstance(token, dict) else token
+    if isinstance(token, dict):
+        return token.get("content")
+    return token
 
 
 def encoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], list[int]]:
@@ -216,10 +222,12 @@ def difference(directory: Path, auto: "PreTrainedTokenizerBase") -> TokenDiffere
     plain.no_truncation()
     plain.no_padding()
     special = {f"a{token} b": f"the special token {token}" for token in map(str, auto.all_special_tokens)}
-    kinds, example = list[str](), ""
+    kinds: list[str] = []
+    example = ""
     for text, kind in {**SAMPLES, **special}.items():
         with suppress(Exception):  # a text that one of them cannot read says nothing
-            theirs, ours = encoder(auto)(text), plain.encode(text).ids
+            theirs = encoder(auto)(text)
+            ours = plain.encode(text).ids
             if theirs != ours:
                 kinds += [kind] if kind not in kinds else []
                 example = example or (
@@ -227,7 +235,9 @@ def difference(directory: Path, auto: "PreTrainedTokenizerBase") -> TokenDiffere
                     f"uses, and {_tokens(ours, lambda ids: [plain.id_to_token(token_id) for token_id in ids])} by "
                     f"{TOKENIZER}"
                 )
-    return TokenDifference(tuple(kinds), example) if kinds else None
+    if kinds:
+        return TokenDifference(tuple(kinds), example)
+    return None
 
 
 def _tokens(ids: list[int], names: Callable[[list[int]], Any]) -> str:

@@ -21,9 +21,12 @@ from ...core.files import Strict
 
 #: Seconds between two beats, and seconds of silence after which rank 0 counts a rank as lost; the others wait
 #: `PATIENCE_S` longer for rank 0, since it may be waiting itself.
-INTERVAL_S, SILENCE_S, PATIENCE_S = 1.0, 30.0, 10.0
+INTERVAL_S = 1.0
+SILENCE_S = 30.0
+PATIENCE_S = 10.0
 #: The bytes of a beat, and the most characters of a message in it.
-BEAT_BYTES, LONGEST_MESSAGE = 4096, 900
+BEAT_BYTES = 4096
+LONGEST_MESSAGE = 900
 
 
 class RankFailure(Strict):
@@ -58,7 +61,8 @@ class RankError(Fp8qError):
                 "has its exit code",
                 "the same command goes on from what is finished",
             )
-        self.exit_code, self.reported = failure.code, failure.message is not None
+        self.exit_code = failure.code
+        self.reported = failure.message is not None
 
 
 class Stopped(BaseException):
@@ -80,8 +84,11 @@ class Heartbeat:
 
     def __init__(self, rank: int, names: Sequence[str], group: Any):
         """Beat for `rank`, in a separate gloo process `group`; `names`: what to call each rank in messages."""
-        self.rank, self.names, self.group = rank, names, group
-        self.beat, self.ended = Beat(), False
+        self.rank = rank
+        self.names = names
+        self.group = group
+        self.beat = Beat()
+        self.ended = False
         self.failure: RankFailure | None = None
         self._changed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="fp8q-heartbeat", daemon=True)

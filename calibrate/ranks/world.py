@@ -33,7 +33,8 @@ from .torchrun import ProcessRank, process_rank
 
 #: The time that ranks wait for each other to start, and for a collective: a rank may read a checkpoint for hours, and
 #: the heartbeat finds ranks that died.
-MEETING, COLLECTIVE = timedelta(minutes=2), timedelta(days=30)
+MEETING = timedelta(minutes=2)
+COLLECTIVE = timedelta(days=30)
 #: The time that they wait for a collective of a library's training loop, in which Python handles no signal: rank 0 may
 #: be writing a checkpoint meanwhile, and a machine that is cut off ends the others no later.
 IN_A_LIBRARY = timedelta(minutes=30)
@@ -44,8 +45,11 @@ class World:
 
     def __init__(self, process: ProcessRank = ProcessRank(), device: str = "cpu", group: Any = None):
         """Describe the ranks of the process `group`; this one is `process`, and computes on `device`."""
-        self.process, self.device, self.group = process, device, group
-        self.rank, self.size = process.rank, process.ranks
+        self.process = process
+        self.device = device
+        self.group = group
+        self.rank = process.rank
+        self.size = process.ranks
         self.heartbeat: Heartbeat | None = None
         self.members: list[dict[str, Any]] = [_self_description(process, device)]
 
@@ -63,7 +67,8 @@ class World:
     def described(self) -> str:
         """Describe the ranks in one line."""
         machine = self.machine()
-        hosts, threads = len(machine["hosts"]), machine["threads"]
+        hosts = len(machine["hosts"])
+        threads = machine["threads"]
         on = f"{hosts} machines" if hosts > 1 else machine["hosts"][0]
         return (
             f"measuring on {self.size} ranks of {on} ({machine['device']}), {threads} "
@@ -144,7 +149,8 @@ class World:
         batches = len(tensor.amax_batches)
         unmeasured = np.isnan(tensor.amax_batches)
         bits[:batches][unmeasured] = -1
-        total, largest = self._reduced(counts, "SUM"), self._reduced(torch.from_numpy(bits), "MAX").view(np.float32)
+        total = self._reduced(counts, "SUM")
+        largest = self._reduced(torch.from_numpy(bits), "MAX").view(np.float32)
         amax_batches = np.where(largest[:batches].view(np.int32) < 0, np.float32(np.nan), largest[:batches])
         return TensorStatistics(Histogram.from_dense(total), amax_batches, largest[batches:].copy())
 
@@ -258,7 +264,8 @@ def _check_alike(members: Sequence[Mapping[str, Any]]) -> None:
     first = members[0]["alike"]
     for member in members[1:]:
         for what in sorted(first.keys() | member["alike"].keys()):
-            mine, theirs = first.get(what), member["alike"].get(what)
+            mine = first.get(what)
+            theirs = member["alike"].get(what)
             if mine != theirs:
                 remedy = (
                     "set OMP_NUM_THREADS to the same number for all" if what == "threads" else "the ranks must be alike"

@@ -32,7 +32,8 @@ ROLES = {"human": "user", "gpt": "assistant"}
 FORM = 'a list of messages like {"role": "user", "content": "…"}'
 CALL_FORM = 'like {"function": {"name": "…", "arguments": {…}}}'
 #: The keys of a message, and of a tool call, that come first, in this order.
-KEYS, CALL_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id"), ("id", "type", "function")
+KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
+CALL_KEYS = ("id", "type", "function")
 #: The names of what a model thought before it answered; the first is what templates read, `thinking` for gpt-oss.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -134,7 +135,8 @@ def _call(where: str, value: object) -> Message:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InputError(where, f"its tool call is {_shown(value)}", f"it must be {CALL_FORM}")
     function = _without_nulls(function)
-    name, text = function["name"], function.get("arguments")
+    name = function["name"]
+    text = function.get("arguments")
     arguments = arguments_object(text)
     if arguments is None:
         raise InputError(
@@ -156,7 +158,9 @@ def arguments_object(value: object) -> dict[str, Any] | None:
         except ValueError:
             return None
         return value if isinstance(value, dict) else None
-    return value if isinstance(value, dict) else {} if value in (None, "") else None
+    if isinstance(value, dict):
+        return value
+    return {} if value in (None, "") else None
 
 
 def _without_nulls(fields: Mapping[str, Any]) -> Message:

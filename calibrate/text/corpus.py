@@ -108,18 +108,21 @@ def _batches(texts: Sequence[str]) -> Iterator[tuple[list[str], bool]]:
 
     A document longer than `CHARACTERS` is split, and only its first part gets special tokens.
     """
-    batch, characters = list[str](), 0
+    batch = list[str]()
+    characters = 0
     for text in texts:
         first, *parts = _parts(text)
         if batch and (len(batch) == DOCUMENTS or characters + len(first) > CHARACTERS):
             yield batch, True
-            batch, characters = [], 0
+            batch = []
+            characters = 0
         batch.append(first)
         characters += len(first)
         if parts:
             yield batch, True
             yield from (([part], False) for part in parts)
-            batch, characters = [], 0
+            batch = []
+            characters = 0
     if batch:
         yield batch, True
 
@@ -129,7 +132,8 @@ def _parts(text: str) -> list[str]:
 
     It is cut at ends of lines that are not followed by white space, where no tokenizer joins the two sides.
     """
-    parts, start = list[str](), 0
+    parts: list[str] = []
+    start = 0
     while len(text) - start > CHARACTERS:
         end = start + CHARACTERS
         line = text.rfind("\n", start, end)

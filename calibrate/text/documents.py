@@ -81,7 +81,8 @@ def text_pieces(path: Path, limit: int) -> Iterator[Excerpt]:
 
     They begin and end with lines, or between two characters where a line is too long.
     """
-    size, share = path.stat().st_size, max(limit // PIECES, 1)
+    size = path.stat().st_size
+    share = max(limit // PIECES, 1)
     with open(path, "rb") as handle:
         for offset in _seek_lines(handle, size, share):
             content = handle.read(share)
@@ -95,7 +96,8 @@ def line_pieces(path: Path, limit: int) -> Iterator[Excerpt]:
 
     Raises InputError for a line longer than `limit`.
     """
-    size, share = path.stat().st_size, max(limit // PIECES, 1)
+    size = path.stat().st_size
+    share = max(limit // PIECES, 1)
     with open(path, "rb") as handle:
         for start in _seek_lines(handle, size, limit):
             end = start + share
@@ -181,9 +183,11 @@ def load_documents(spec: str, reading: Reading = Reading(), report: Reporter = S
 
 
 def _decode(path: Path, piece: Excerpt) -> str:
-    content, offset = piece.content, piece.offset
+    content = piece.content
+    offset = piece.offset
     if offset == 0 and content.startswith(BOM_UTF8):
-        content, offset = content[len(BOM_UTF8) :], len(BOM_UTF8)
+        content = content[len(BOM_UTF8) :]
+        offset = len(BOM_UTF8)
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -205,7 +209,8 @@ def _likely(content: bytes) -> str:
 
     In UTF-16 without a byte order mark, every other byte of English text is a NUL.
     """
-    even, odd = content[::2].count(0), content[1::2].count(0)
+    even = content[::2].count(0)
+    odd = content[1::2].count(0)
     if 10 * max(even, odd) < len(content):
         return "binary data; give a text"
     return f"perhaps UTF-16; convert it with `iconv -f utf-16{'le' if odd > even else 'be'} -t utf-8`"
@@ -284,7 +289,8 @@ def read_parquet(path: Path, spec: str, reading: Reading, report: Reporter) -> D
     ):
         column = choose_column(spec, {field.name: _kind(field) for field in file.schema_arrow}, reading)
         sizes = [_column_bytes(file, group, column) for group in range(file.num_row_groups)]
-        groups, every = list(range(len(sizes))), 1
+        groups = list(range(len(sizes)))
+        every = 1
         if sum(sizes) > reading.limit:
             groups = spread(len(sizes), GROUPS)
             every = -(-sum(sizes[group] for group in groups) // reading.limit)
@@ -303,7 +309,9 @@ def _kind(field: "pa.Field[Any]") -> Kind:
     if types.is_string(plain) or types.is_large_string(plain) or types.is_string_view(plain):
         return "strings"
     rows = (types.is_list(plain) or types.is_large_list(plain)) and types.is_struct(plain.value_type)
-    return "chats" if rows and field.name in CHATS else "other"
+    if rows and field.name in CHATS:
+        return "chats"
+    return "other"
 
 
 def _column_bytes(file: "parquet.ParquetFile", group: int, column: DocumentColumn) -> int:
@@ -392,7 +400,8 @@ def quiet_datasets() -> Iterator[None]:
     """Keep `datasets` from logging and drawing progress bars in this block; restore its settings after it."""
     import datasets
 
-    verbosity, bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
+    verbosity = datasets.logging.get_verbosity()
+    bars = not datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     datasets.disable_progress_bars()
     try:

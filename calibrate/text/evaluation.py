@@ -144,7 +144,8 @@ def evenly_spaced(evaluation: Evaluation, most: int) -> Evaluation:
     of them where they score no more.
     """
     counts = evaluation.scored.sum(axis=1)
-    total, windows = int(counts.sum()), len(counts)
+    total = int(counts.sum())
+    windows = len(counts)
     if total <= most:
         return evaluation
     number = max(1, windows * most // total)
@@ -176,7 +177,8 @@ def enough_tokens(protocol: Protocol, windows: int) -> int | None:
 
 def _scored(packing: Packing, ids: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     """Mark the tokens of the windows whose text begins at `starts` are scored: bool [windows, context]."""
-    of_prefix, begins = np.zeros(len(ids), np.bool_), np.flatnonzero(packing.beginnings(ids))
+    of_prefix = np.zeros(len(ids), np.bool_)
+    begins = np.flatnonzero(packing.beginnings(ids))
     for place in range(len(packing.prefix)):
         of_prefix[begins + place] = True
     places = starts[:, None] + np.arange(packing.text)
@@ -192,4 +194,6 @@ def first_not_finite(nll: npt.NDArray[np.float32], scored: npt.NDArray[np.bool_]
     [windows, context]: the position before the token.
     """
     where = np.argwhere(scored & ~np.isfinite(nll))
-    return (int(where[0, 0]), int(where[0, 1]) - 1) if len(where) else None
+    if len(where):
+        return (int(where[0, 0]), int(where[0, 1]) - 1)
+    return None

@@ -54,7 +54,9 @@ def _part(text: str) -> WeightedText:
 
 def _part_of(text: str) -> WeightedText:
     match = None if local_path(text).exists() else _WEIGHT.fullmatch(text)
-    return WeightedText(text) if match is None else WeightedText(match[1], Fraction(match[2]))
+    if match is None:
+        return WeightedText(text)
+    return WeightedText(match[1], Fraction(match[2]))
 
 
 def written(spec: str, weight: float) -> str:

@@ -62,7 +62,9 @@ class Overlap:
     @property
     def shown(self) -> str:
         """Format the larger share in percent."""
-        return f"{self.share:.0%}" if self.share >= SAME else f"{self.share:.1%}"
+        if self.share >= SAME:
+            return f"{self.share:.0%}"
+        return f"{self.share:.1%}"
 
 
 def check_disjoint(
@@ -97,9 +99,11 @@ def measure_overlap(first: Sequence[str], second: Sequence[str], window: int | N
     `window`: the size in tokens where one text consists of windows: these share only short runs with their source.
     """
     units = _units(first), _units(second)
-    run, passage = RUN, PASSAGE
+    run = RUN
+    passage = PASSAGE
     if window is not None:
-        run, passage = max(min(RUN, window // 4), 1), max(min(PASSAGE, window // 2), 1)
+        run = max(min(RUN, window // 4), 1)
+        passage = max(min(PASSAGE, window // 2), 1)
     return Overlap(*_shares(*units, run), max(_shares(*units, passage) if min(map(len, units)) >= passage else (0.0,)))
 
 
@@ -132,7 +136,8 @@ def _runs(units: Hashes, length: int) -> Hashes:
 
     The shift between the levels prevents a single polynomial, in which the inner halves could change places.
     """
-    runs, reach = units, 1
+    runs = units
+    reach = 1
     while 2 * reach <= length:
         runs = runs[:-reach] * _MULTIPLIER + runs[reach:]
         runs ^= runs >> np.uint64(29)

@@ -56,7 +56,9 @@ class Packing:
         `stride`: tokens from one start to the next; None: windows follow each other without overlap. Tokens that fill
         no window are dropped.
         """
-        begins, starts, place = self.beginnings(ids), list[int](), 0
+        begins = self.beginnings(ids)
+        starts: list[int] = []
+        place = 0
         while True:
             if place < len(ids) and begins[place]:
                 place += len(self.prefix)
@@ -72,7 +74,8 @@ class Packing:
 
     def beginnings(self, ids: Tokens) -> npt.NDArray[np.bool_]:
         """Mark the positions in `ids` at which the prefix begins, bool [tokens]."""
-        marks, length = np.zeros(len(ids), np.bool_), len(self.prefix)
+        marks = np.zeros(len(ids), np.bool_)
+        length = len(self.prefix)
         if 0 < length <= len(ids):
             marks[: len(ids) - length + 1] = (np.lib.stride_tricks.sliding_window_view(ids, length) == self.prefix).all(
                 1

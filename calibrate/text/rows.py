@@ -82,7 +82,9 @@ def column_kind(name: str, value: object) -> Kind:
     """The kind of the column `name`, by one of its values."""
     if isinstance(value, str):
         return "strings"
-    return "chats" if name in CHATS and isinstance(value, list) and value and isinstance(value[0], dict) else "other"
+    if name in CHATS and isinstance(value, list) and value and isinstance(value[0], dict):
+        return "chats"
+    return "other"
 
 
 def column_kinds(rows: Iterable[Row]) -> dict[str, Kind]:
@@ -143,7 +145,9 @@ def documents(
     Reading stops at `limit` characters; `report` is told so, and the number of rows that miss theirs. Raises InputError
     for a value that is no text, or no chat.
     """
-    texts, characters, missing = list[str](), 0, 0
+    texts: list[str] = []
+    characters = 0
+    missing = 0
     for where, row in rows:
         value = row.get(column.name)
         if value is None:
@@ -171,7 +175,9 @@ def fault(value: str) -> str | None:
         value.encode()
     except UnicodeEncodeError:
         return "half of a surrogate pair, which is no character"
-    return "a NUL, which is in no text" if "\0" in value else None
+    if "\0" in value:
+        return "a NUL, which is in no text"
+    return None
 
 
 def _checked(spec: str, where: str, column: str, value: object) -> str:

@@ -24,11 +24,13 @@ from typing import IO, Any, TextIO
 from unittest.mock import patch
 
 #: Seconds that a template may take: at first, and more for every row; real ones take some 0.5 ms a row.
-START, PER_ROW = 20.0, 0.02
+START = 20.0
+PER_ROW = 0.02
 #: Seconds that the child may take to import transformers on a busy machine.
 WAKE = 300.0
 #: Bytes that the child may allocate after its start, and characters of a rendered row.
-MEMORY, CHARACTERS = 2 << 30, 64 << 20
+MEMORY = 2 << 30
+CHARACTERS = 64 << 20
 #: The date that templates get: the default of Llama 3.1's template.
 DATE = datetime(2024, 7, 26)  # noqa: DTZ001  # a date, in no place's time
 
@@ -50,7 +52,8 @@ class Template:
 
     def render(self, messages: list[dict[str, Any]]) -> str:
         """Render `messages` as text; raises TemplateError, with the reason, when that fails."""
-        child, begun = _child(os.getpid()), time.monotonic()
+        child = _child(os.getpid())
+        begun = time.monotonic()
         answer = child.asked({**self.request, "messages": messages}, self.allowed)
         self.allowed += PER_ROW - (time.monotonic() - begun)
         if answer is None:
@@ -96,7 +99,9 @@ class Child:
         return answer
 
     def _line(self, seconds: float) -> bytes | None:
-        end, parts, stream = time.monotonic() + seconds, list[bytes](), _stream(self.process.stdout)
+        end = time.monotonic() + seconds
+        parts: list[bytes] = []
+        stream = _stream(self.process.stdout)
         while not parts or not parts[-1].endswith(b"\n"):
             ready, _, _ = select.select([stream], [], [], max(end - time.monotonic(), 0))
             part = os.read(stream.fileno(), 1 << 20) if ready else b""

@@ -42,7 +42,9 @@ def _named(field: object) -> dict[str, str]:
     if isinstance(field, list):
         named = [(entry.get("name"), entry.get("template")) for entry in field if isinstance(entry, dict)]
         return {name: text for name, text in named if isinstance(name, str) and isinstance(text, str)}
-    return {DEFAULT: field} if isinstance(field, str) else {}
+    if isinstance(field, str):
+        return {DEFAULT: field}
+    return {}
 
 
 def _text(path: Path) -> str:

@@ -223,7 +223,9 @@ def read_built_engine(plan: memoryview, path: Path, job: Job) -> Plan | None:
             partial_file.write_text(information, encoding="utf-8")
         return read_inspector(information)
     read_back = read_plan(plan)
-    return None if read_back is None or doubt(plan, read_back, job.target) else read_back
+    if read_back is None or doubt(plan, read_back, job.target):
+        return None
+    return read_back
 
 
 def remarks(info: EngineInfo, gemm_types: Evidence) -> list[str]:
@@ -299,7 +301,8 @@ def in_better_form(graph: Path, path: Path, build: Build, report: Reporter) -> t
     if not worth_trying(gemm_types):
         return built, graph
     form = recorded_form(load_graph(graph))
-    other_graph, other_plan = path.with_suffix(".again.onnx"), path.with_suffix(".again.plan")
+    other_graph = path.with_suffix(".again.onnx")
+    other_plan = path.with_suffix(".again.plan")
     not_fp8 = f"{len(gemm_types.not_fp8)} of {info.promised_products} GEMMs are not FP8 on both sides"
     tried = f"{info.target}: with --apply-scales {form} {not_fp8}"
     links = link_data(graph, path.parent)
@@ -422,7 +425,8 @@ class BuildProgress:
 
     def __init__(self, advance: Callable[[int], None]):
         """Call `advance` for every finished hundredth."""
-        self._advance, self._reported = advance, 0
+        self._advance = advance
+        self._reported = 0
         self._phases: dict[
             str, tuple[float, float, int]
         ] = {}  # where it begins, how wide one of its steps is, how many are done

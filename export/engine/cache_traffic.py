@@ -109,7 +109,9 @@ def _counted(program: Program, graph: Indexed, profile: Profile) -> _Count | Non
     def size(name: str) -> int | None:
         tensor = program.tensors.get(name)
         values = [value_of(program.sizes, symbol, known) for symbol in tensor.symbols] if tensor else [None]
-        return None if None in values else math.prod(value for value in values if value is not None)
+        if None in values:
+            return None
+        return math.prod(value for value in values if value is not None)
 
     def in_bytes(name: str) -> int:
         return (size(name) or 0) * BYTES.get(program.type(name), 1)
@@ -117,15 +119,20 @@ def _counted(program: Program, graph: Indexed, profile: Profile) -> _Count | Non
     if not pasts or any(size(name) is None or program.type(name) not in BYTES for name in pasts):
         return None
     values = sum(size(name) or 0 for name in pasts)
-    held, read, written, copying = sum(map(in_bytes, pasts)), 0, 0, list[str]()
-    copies, others = set(pasts), dict[str, int]()
+    held = sum(map(in_bytes, pasts))
+    read = 0
+    written = 0
+    copying: list[str] = []
+    copies = set(pasts)
+    others: dict[str, int] = {}
     outputs = {program.root(name)[0] for name in program.bound}
     for statement in program.statements:
         taken = [name for name in statement.inputs if program.root(name)[0] in copies]
         read += sum(map(in_bytes, taken))
         of_cache = sum(size(name) or 0 for name in taken)
         for name in statement.outputs:
-            root, count = program.root(name)[0], size(name)
+            root = program.root(name)[0]
+            count = size(name)
             if count is None:
                 if taken:
                     return None
@@ -146,7 +153,8 @@ def _multiplies(statement: Statement) -> bool:
 def _known(program: Program, graph: Indexed, profile: Profile, bound: Mapping[str, str]) -> Iterator[tuple[str, int]]:
     """Yield the sizes of the program's inputs at the likely shape of a profile."""
     for plain, name in bound.items():
-        value, tensor = graph.inputs.get(plain), program.tensors.get(name)
+        value = graph.inputs.get(plain)
+        tensor = program.tensors.get(name)
         if value is None or tensor is None:
             continue
         dims = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]

@@ -74,7 +74,8 @@ def attended(graph: Indexed, expected: Mapping[str, tuple[float, float]]) -> Ite
 
 
 #: Rows [batch, heads, rows, …] of queries and probabilities: a number of times the tokens.
-_RANK, _ROW_AXIS = 4, 2
+_RANK = 4
+_ROW_AXIS = 2
 _ROWS = re.compile(r"(?:(\d+)\*)?seq")
 
 
@@ -91,11 +92,13 @@ def expected_gemms(graph: Indexed, modules: Iterable[str]) -> Iterator[ExpectedG
 
 
 def _expected_gemm(graph: Indexed, module: str, gemm: GraphGemm) -> ExpectedGemm | None:
-    weight, activation = weight_of(graph, gemm), activation_of(graph, gemm)
+    weight = weight_of(graph, gemm)
+    activation = activation_of(graph, gemm)
     if weight is None or weight.dequantize is None or activation is None or activation.dequantize is None:
         return None
     quantize = quantize_of(graph, activation)
-    channels, static = weight_scales(graph, gemm), graph.constant(activation.dequantize.input[1])
+    channels = weight_scales(graph, gemm)
+    static = graph.constant(activation.dequantize.input[1])
     codes = _turned(gemm, weight, stored_codes(graph, weight.dequantize.input[0]))
     if quantize is None or channels is None or static is None or codes.ndim != 2:
         return None
@@ -108,7 +111,9 @@ def _expected_gemm(graph: Indexed, module: str, gemm: GraphGemm) -> ExpectedGemm
 
 def _turned(gemm: GraphGemm, side: Operand, codes: Codes) -> Codes:
     """Transpose codes so that the GEMM's columns come last."""
-    return codes.T if codes.ndim == 2 and output_axis(gemm, side, 2) == 0 else codes
+    if codes.ndim == 2 and output_axis(gemm, side, 2) == 0:
+        return codes.T
+    return codes
 
 
 def stored_codes(graph: Indexed, tensor: str) -> Codes:
@@ -119,7 +124,8 @@ def stored_codes(graph: Indexed, tensor: str) -> Codes:
     initializer = graph.initializers[tensor]
     if (where := stored_at(initializer)) is None:
         return numpy_helper.to_array(initializer).view(np.uint8)
-    place, end = graph.storage.places.at(where.location), where.offset + bytes_of(initializer)
+    place = graph.storage.places.at(where.location)
+    end = where.offset + bytes_of(initializer)
     if place.size is None:
         raise InputError(place.path, f"{place.why or 'lies outside model/'}", "copy the whole of model/ again")
     if where.offset < 0 or end > place.size:
@@ -161,4 +167,6 @@ def constant_value(graph: Indexed, value: str) -> npt.NDArray[np.generic] | None
     if node.op_type in ("Cast", "Identity") or any(part is None for part in parts):
         return parts[0] if parts else None
     left, right = (np.asarray(part, np.float32) for part in parts)
-    return left + right if node.op_type == "Add" else left * right
+    if node.op_type == "Add":
+        return left + right
+    return left * right

@@ -63,14 +63,18 @@ def engines_of(run: Run, precision: Precision, adapter: str | None = None) -> Pa
     """The folder of the engines of a precision (`engines/` for fp8), or of the engines with an adapter."""
     if adapter:
         return run.engines / ADAPTERS / adapter
-    return run.engines if precision == "fp8" else run.engines / precision
+    if precision == "fp8":
+        return run.engines
+    return run.engines / precision
 
 
 def engine_stage(precision: Precision, adapter: str | None = None) -> str:
     """The name of the stage that builds the engines of a precision, or those with an adapter."""
     if adapter:
         return f"build-engine --adapter {adapter}"
-    return "build-engine" if precision == "fp8" else f"build-engine-{precision}"
+    if precision == "fp8":
+        return "build-engine"
+    return f"build-engine-{precision}"
 
 
 def load_engines(run: Run, precision: Precision = "fp8", adapter: str | None = None) -> list[EngineInfo]:

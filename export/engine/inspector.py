@@ -77,7 +77,8 @@ def read_inspector(information: str) -> Plan | None:
     kernels: dict[int, list[Kernel]] = {}
     for layer in layers:
         mark = _PROFILE.search(str(layer.get("Name")))
-        profile, nodes = int(mark[1]) if mark else 0, tuple(LAYER.findall(str(layer.get("Metadata"))))
+        profile = int(mark[1]) if mark else 0
+        nodes = tuple(LAYER.findall(str(layer.get("Metadata"))))
         inputs, outputs = (tuple(tensor.type for tensor in _tensors(layer, end)) for end in ("Inputs", "Outputs"))
         if nodes and is_gemm(layer):
             result = outputs[0] if outputs else UNTOLD
@@ -115,16 +116,17 @@ def is_gemm(layer: Layer) -> bool:
 
 def operands(layer: Layer) -> tuple[str, str]:
     """The types of a GEMM's two operands, by its tensors and by the name of its kernel."""
-    inputs, tactic = _tensors(layer, "Inputs"), str(layer.get("TacticName") or "")
+    inputs = _tensors(layer, "Inputs")
+    tactic = str(layer.get("TacticName") or "")
     left = inputs[0].type if inputs else UNTOLD
     by_kernel = operands_of_kernel(tactic)
     weights = [tensor for tensor in _tensors(layer, "Constants") if tensor.matrix]
     right = max(weights, key=lambda tensor: math.prod(tensor.sizes)).type if weights else _second(inputs, tactic)
     if by_kernel is not None and left == by_kernel[1] != by_kernel[0]:
         by_kernel = by_kernel[::-1]  # it multiplies the transposes
-    return (
-        (left, right) if by_kernel is None else (_type_of_both(left, by_kernel[0]), _type_of_both(right, by_kernel[1]))
-    )
+    if by_kernel is None:
+        return (left, right)
+    return (_type_of_both(left, by_kernel[0]), _type_of_both(right, by_kernel[1]))
 
 
 def _second(inputs: list[_Tensor], tactic: str) -> str:
@@ -142,7 +144,9 @@ def _second(inputs: list[_Tensor], tactic: str) -> str:
 def operands_of_kernel(tactic: str) -> tuple[str, str] | None:
     """The types of both operands that a kernel's name states; None where it states none."""
     match = _XMMA.search(tactic) or _CUTLASS.search(tactic)
-    return (_ELEMENTS.get(match[1], match[1]), _ELEMENTS.get(match[2], match[2])) if match else None
+    if match:
+        return (_ELEMENTS.get(match[1], match[1]), _ELEMENTS.get(match[2], match[2]))
+    return None
 
 
 def _type_of_both(by_tensor: str, by_kernel: str) -> str:
@@ -186,11 +190,14 @@ def _plain(node: str) -> str:
 
 def _tensors(layer: Layer, end: str) -> list[_Tensor]:
     listed = layer.get(end)
-    return [_tensor(tensor) for tensor in listed if isinstance(tensor, dict)] if isinstance(listed, list) else []
+    if isinstance(listed, list):
+        return [_tensor(tensor) for tensor in listed if isinstance(tensor, dict)]
+    return []
 
 
 def _tensor(tensor: Mapping[str, object]) -> _Tensor:
     stated = next((str(tensor[key]) for key in TYPE_KEYS if tensor.get(key)), "")
-    match, sizes = _TYPE.search(stated), tensor.get("Dimensions")
+    match = _TYPE.search(stated)
+    sizes = tensor.get("Dimensions")
     numbers = tuple(size for size in sizes if isinstance(size, int)) if isinstance(sizes, list) else ()
     return _Tensor(program_type_name(match[0]) if match else UNTOLD, numbers)

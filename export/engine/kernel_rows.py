@@ -170,8 +170,6 @@ def _cause(graph: Indexed, gemm: GraphGemm | None) -> str:
     if gemm is None:
         return "; model.onnx has no such GEMM either"
     reason = why_not_fp8(graph, gemm)
-    return (
-        f"; in model.onnx {reason}"
-        if reason
-        else "; model.onnx has Q/DQ on both sides, so the engine is of another graph, or the builder chose this"
-    )
+    if reason:
+        return f"; in model.onnx {reason}"
+    return "; model.onnx has Q/DQ on both sides, so the engine is of another graph, or the builder chose this"

@@ -23,7 +23,9 @@ from .plan import Plan
 from .program import Pool, Program, Statement
 
 #: The numbers of a module that are compared.
-CODES, FACTORS, INPUT = "codes", "factors", "input scale"
+CODES = "codes"
+FACTORS = "factors"
+INPUT = "input scale"
 #: Where the compiler multiplies or divides several numbers beforehand, in an order of its own.
 RELATIVE = 1e-6
 #: Kernels between a GEMM and the one that quantized its input, or scales its result: they only move numbers.
@@ -83,7 +85,9 @@ class ProgramGemm:
     def alpha(self, statement: Statement) -> np.float32 | None:
         """The scalar that a GEMM multiplies its sums by."""
         numbers = self.numbers(statement.inputs[OPERANDS : OPERANDS + 1])
-        return np.float32(numbers[0][0]) if numbers and numbers[0].size == 1 else None
+        if numbers and numbers[0].size == 1:
+            return np.float32(numbers[0][0])
+        return None
 
     def columns(self, gemm: ExpectedGemm) -> slice:
         """The columns of a module in the GEMM."""
@@ -107,7 +111,8 @@ def compare_numbers(
 
     `attention`: node -> the scales of both sides; `profiles`: their names, in order.
     """
-    by_node, named = {gemm.node: gemm for gemm in gemms}, dict(enumerate(profiles))
+    by_node = {gemm.node: gemm for gemm in gemms}
+    named = dict(enumerate(profiles))
     literals = [
         (node, named.get(program.profile), number) for program in plan.programs for node, number in program.scalings
     ]
@@ -139,7 +144,9 @@ def _codes(
 ) -> Iterator[Difference]:
     """Compare the codes that the GEMM multiplies."""
     name = next((name for name in seen.statement.inputs[:OPERANDS] if seen.constant(name) is not None), "")
-    constant, columns, shape = seen.constant(name), seen.columns(gemm), gemm.codes.shape
+    constant = seen.constant(name)
+    columns = seen.columns(gemm)
+    shape = gemm.codes.shape
     if (
         constant is None
         or constant.dtype != np.uint8
@@ -167,7 +174,8 @@ def _same(engine_codes: npt.NDArray[np.generic], codes: Codes) -> bool:
 
 def _factors(seen: ProgramGemm, gemm: ExpectedGemm) -> Iterator[Difference]:
     """Compare the factors of the GEMM's columns."""
-    columns, covered = seen.columns(gemm), np.zeros(len(gemm.factors), bool)
+    columns = seen.columns(gemm)
+    covered = np.zeros(len(gemm.factors), bool)
     if (alpha := seen.alpha(seen.statement)) is None:
         yield seen.untold(gemm, FACTORS, "its GEMM states no alpha")
         return
@@ -194,7 +202,8 @@ def _overlap(start: int, numbers: Numbers, columns: slice) -> tuple[slice, Numbe
     """Cut `numbers`, which belong to the GEMM's columns from `start` on, to a module's `columns`; return their place
     among the module's columns, and the numbers.
     """
-    first, last = max(start, columns.start), max(min(start + numbers.size, columns.stop), start)
+    first = max(start, columns.start)
+    last = max(min(start + numbers.size, columns.stop), start)
     return slice(first - columns.start, last - columns.start), numbers[first - start : max(last - start, 0)]
 
 
@@ -229,7 +238,9 @@ def moved_by(program: Program, kernel: Statement, name: str) -> str | None:
         return None
     (made,) = kernel.outputs
     same = program.width(made) == program.width(name)
-    return made if same and [program.type(taken) for taken in kernel.inputs].count("fp32") == 1 else None
+    if same and [program.type(taken) for taken in kernel.inputs].count("fp32") == 1:
+        return made
+    return None
 
 
 def _input(
@@ -302,7 +313,8 @@ def _folded(
 ) -> Iterator[Difference]:
     """Compare the factor of an attention GEMM with an FP8 result, which includes the scale of the next input."""
     sides = next((attention[node] for node in maker.nodes if node in attention), None)
-    alpha, label = seen.alpha(maker), "+".join(maker.nodes)
+    alpha = seen.alpha(maker)
+    label = "+".join(maker.nodes)
     if sides is None or alpha is None or not alpha:
         yield seen.untold(gemm, INPUT, f"{label} makes what it reads")
         return

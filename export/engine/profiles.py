@@ -30,7 +30,8 @@ from ..onnx_file import names
 #: where this is not. A test holds them equal.
 CHUNK = 1024
 #: Slots of a block of the cache, and the fewest tokens of a call that is not a decode step.
-BLOCK, FEWEST = names.BLOCK, 2
+BLOCK = names.BLOCK
+FEWEST = 2
 Range = tuple[int, int, int]
 Shape = tuple[int, ...]
 
@@ -102,7 +103,8 @@ def profiles(
     without a past; `opt_batch` rows (None: all) decoding over a buffer of `opt_seq_len` (None: the whole length).
     Lengths of buffers are rounded up to whole blocks.
     """
-    longest, slots = max(max_prompt or max_seq_len, FEWEST), round_up_to_blocks(max_seq_len)
+    longest = max(max_prompt or max_seq_len, FEWEST)
+    slots = round_up_to_blocks(max_seq_len)
     return (
         Profile(
             name="prefill",

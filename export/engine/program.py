@@ -135,14 +135,18 @@ class Program:
 
     def type(self, name: str) -> str:
         """The element type of a tensor; `unknown` where the program does not say."""
-        return self.tensors[name].type if name in self.tensors else "unknown"
+        if name in self.tensors:
+            return self.tensors[name].type
+        return "unknown"
 
     def root(self, name: str) -> tuple[str, int]:
         """The tensor that `name` is a part of, and its offset there in bytes."""
-        offset, passed = 0, set[str]()
+        offset = 0
+        passed: set[str] = set()
         while (tensor := self.tensors.get(name)) is not None and tensor.base is not None and name not in passed:
             passed.add(name)
-            name, offset = tensor.base, offset + tensor.offset
+            name = tensor.base
+            offset = offset + tensor.offset
         return name, offset
 
     @cached_property
@@ -171,7 +175,8 @@ class Pool:
         """Read a constant in its sizes (FP8 as codes, uint8); None where there is none or it does not parse."""
         if tensor is None or tensor.constant is None or tensor.constant >= len(self.places):
             return None
-        stored, start = np.dtype(_STORED.get(tensor.type, np.void)), self.places[tensor.constant]
+        stored = np.dtype(_STORED.get(tensor.type, np.void))
+        start = self.places[tensor.constant]
         steps = [stride * stored.itemsize for stride in tensor.strides]
         extent = sum((size - 1) * step for size, step in zip(tensor.dims, steps, strict=False)) + stored.itemsize
         if not stored.itemsize or 0 in (*tensor.dims, *tensor.strides) or len(steps) != len(tensor.dims):
@@ -214,7 +219,9 @@ def read_pool(plan: Buffer) -> Pool | None:
     tables = [
         places for match in _TABLE.finditer(data[: first.start()]) if (places := _places(data, match.start(), end))
     ]
-    return Pool(plan, tables[0]) if len(tables) == 1 else None
+    if len(tables) == 1:
+        return Pool(plan, tables[0])
+    return None
 
 
 _SEGMENT = 96
@@ -253,12 +260,16 @@ def _statement(match: re.Match[bytes]) -> tuple[int, Statement]:
 def node_of(label: str) -> tuple[str, int]:
     """The ONNX node of an engine's label, and its profile."""
     match = _NODE.fullmatch(label.strip())
-    return (match["node"], int(match["profile"] or 0)) if match else (label, 0)
+    if match:
+        return (match["node"], int(match["profile"] or 0))
+    return (label, 0)
 
 
 def _layers(rest: bytes) -> list[str]:
     listed = _LAYERS.search(rest)
-    return LAYER.findall(listed[1].decode(errors="replace")) if listed else []
+    if listed:
+        return LAYER.findall(listed[1].decode(errors="replace"))
+    return []
 
 
 def _quoted(names: bytes) -> tuple[str, ...]:
@@ -297,7 +308,9 @@ def _numbers(listed: bytes) -> tuple[int, ...]:
 
 
 def _number(digits: bytes) -> int:
-    return int(digits) if digits.isdigit() and len(digits) < 19 else 0
+    if digits.isdigit() and len(digits) < 19:
+        return int(digits)
+    return 0
 
 
 def program_type_name(name: str) -> str:
@@ -355,7 +368,9 @@ def multiple(sizes: Sizes, name: str) -> tuple[int, str]:
         elif operation != "copy" or len(others) != 1:
             break
         name = others[0]
-    return (factor * int(name), "") if name.isdigit() else (factor, name)
+    if name.isdigit():
+        return (factor * int(name), "")
+    return (factor, name)
 
 
 def root_of(sizes: Sizes, name: str) -> str:
@@ -379,4 +394,6 @@ def value_of(sizes: Sizes, name: str, known: Mapping[str, int], depth: int = _DE
         [value_of(sizes, size, known, depth - 1) for size in operands] if depth and operation in _OPERATIONS else []
     )
     numbers = [value for value in values if value is not None]
-    return _OPERATIONS[operation](numbers) if values and len(numbers) == len(values) else None
+    if values and len(numbers) == len(values):
+        return _OPERATIONS[operation](numbers)
+    return None

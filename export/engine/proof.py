@@ -78,7 +78,8 @@ def prove(data: Buffer, plan: Plan | None, graph: Indexed, expected: Expectation
     attention = list(_attention(plan, expected.attention, profiles))
     if not plan.programs:
         return Proof(gemm_types, None, tuple(attention))
-    pool, compared = read_pool(data), gemm_types.fp8 - gemm_types.narrow
+    pool = read_pool(data)
+    compared = gemm_types.fp8 - gemm_types.narrow
     gemms = list(expected_gemms(graph, [module for module in expected.modules if module in compared]))
     missing = [module for module in expected.modules if module in compared - {numbers.module for numbers in gemms}]
     differences = [
@@ -148,7 +149,8 @@ def _fused(plan: Plan, index: int, node: str, profile: str) -> Difference:
 
     A fused attention kernel may quantize its operands, but the types that it multiplies are unknown.
     """
-    module, quantized = names.module_of(node) or "", "q" if node.endswith("scores") else "p"
+    module = names.module_of(node) or ""
+    quantized = "q" if node.endswith("scores") else "p"
     kernel = next((kernel for kernel in plan.kernels.get(index, ()) if node in kernel.layers), None)
     if kernel is None and plan.kind == "inspector":
         return Difference(node, profile, INSIDE, "the inspector shows no such GEMM", "", told=False)
@@ -174,7 +176,8 @@ def _attention_scales(
                 continue
             alpha = pool.read(program.tensors.get(next(iter(statement.inputs[_ALPHA:]), "")))
             left, right = scales[node]
-            profile, expected = profiles[program.profile], left * right
+            profile = profiles[program.profile]
+            expected = left * right
             if alpha is None or alpha.dtype != np.float32 or alpha.size != 1:
                 yield Difference(node, profile, FACTORS, "the GEMM states no alpha", "", told=False)
             elif not math.isclose(actual := float(alpha.astype(np.float32).ravel()[0]), expected, rel_tol=RELATIVE):

@@ -68,7 +68,8 @@ def start(runtime: Runtime, kind: Literal["Builder", "Runtime"], logger: Any) ->
 
 def why_not_started(runtime: Runtime) -> str:
     """Say why a runtime does not start on this machine, and what to do."""
-    here, built_for = driver_cuda(), cuda_of(runtime)
+    here = driver_cuda()
+    built_for = cuda_of(runtime)
     needed = DRIVERS.get(built_for or 0)
     other = f", or install what is built for CUDA 12 (`pip install {runtime}-cu12`)" if built_for == 13 else ""
     if here is None:
@@ -92,7 +93,9 @@ def driver_cuda() -> tuple[int, int] | None:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(cuda_version))
     except OSError:
         return None
-    return None if failed else (cuda_version.value // 1000, cuda_version.value % 1000 // 10)
+    if failed:
+        return None
+    return (cuda_version.value // 1000, cuda_version.value % 1000 // 10)
 
 
 def cuda_of(runtime: Runtime) -> int | None:
@@ -233,10 +236,14 @@ def _where(node: str, operator: str, near: Callable[[str], str | None]) -> str:
         return f"{module} (node {node}{kind}): "
     if node and (module := near(node)):
         return f"near {module} (node {node}{kind}): "
-    return f"node {node}{kind.replace(',', ' of type', 1)}: " if node else ""
+    if node:
+        return f"node {node}{kind.replace(',', ' of type', 1)}: "
+    return ""
 
 
 def _gist(message: str) -> str:
     wrapped = _WRAPPED.search(message)
     words = " ".join(_SOURCE.sub("", wrapped[1] if wrapped else message).split())
-    return words if len(words) <= _LONGEST else words[:_LONGEST] + "…"
+    if len(words) <= _LONGEST:
+        return words
+    return words[:_LONGEST] + "…"

@@ -63,7 +63,8 @@ def script(onnx_file: Path, info: EngineInfo, workspace: int | None, directory: 
     }
     kinds = {name: value.type.tensor_type.elem_type for name, value in inputs.items()}
     loaded = {name: LOADED[kind] for name, kind in kinds.items() if kind in LOADED}
-    tool, graph = TOOLS[info.runtime], os.path.relpath(onnx_file, directory)
+    tool = TOOLS[info.runtime]
+    graph = os.path.relpath(onnx_file, directory)
     build = [
         f"--onnx={graph}",
         '--saveEngine="$ENGINE"',

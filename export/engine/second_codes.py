@@ -36,7 +36,10 @@ from .program import Pool, Program, ProgramTensor, Statement, multiple, value_of
 
 #: The name of the check, in Difference.what.
 TERMS = "two terms"
-_LITERAL, _TOKENS, _RANK, _MATRIX = "const-lit", "input_ids", 3, 2
+_LITERAL = "const-lit"
+_TOKENS = "input_ids"
+_RANK = 3
+_MATRIX = 2
 #: A batch that is no size of anything else, to compute sizes for.
 _BATCH = 1009
 
@@ -61,7 +64,8 @@ def compare_terms(
                 what = f"it is {len(statements)} GEMMs"
                 yield Difference(gemm.module, profile, TERMS, what, "one of two terms")
             elif statements:
-                read, tail = _Read(program, pool), forms[gemm.module].tail
+                read = _Read(program, pool)
+                tail = forms[gemm.module].tail
                 for what, expected, known in _faults(read, gemm, statements[0], roots, tail):
                     yield Difference(gemm.module, profile, TERMS, what, expected, known)
 
@@ -87,7 +91,8 @@ class _Read:
     """Read the kernels and constants of one program."""
 
     def __init__(self, program: Program, pool: Pool):
-        self.program, self.pool = program, pool
+        self.program = program
+        self.pool = pool
 
     def singles(self, kernels: Iterable[Statement], literals: bool = False) -> list[float]:
         """The scalar constants of kernels, `literals` included."""
@@ -112,7 +117,8 @@ Fault = tuple[str, str, bool]
 def _faults(
     read: _Read, gemm: ExpectedGemm, statement: Statement, roots: Collection[str], tail: int | None
 ) -> Iterator[Fault]:
-    program, divisor = read.program, TWO_TERMS.divisor
+    program = read.program
+    divisor = TWO_TERMS.divisor
     codes = next(
         (name for name in statement.inputs[:OPERANDS] if read.pool.read(program.tensors.get(name)) is None), ""
     )
@@ -143,7 +149,9 @@ def _fault_of_rows(program: Program, codes: ProgramTensor | None, roots: Collect
     single = _rows_of_one_term(program, codes, roots)
     if codes is None or not single:
         return "the rows of its codes do not read", "", False
-    return ("its codes have the rows of one term", "both of them", True) if codes.symbols[0] in single else None
+    if codes.symbols[0] in single:
+        return ("its codes have the rows of one term", "both of them", True)
+    return None
 
 
 def _fault_of_positions(program: Program, codes: ProgramTensor | None, tail: int) -> Fault | None:
@@ -190,12 +198,15 @@ def _call_sizes(program: Program) -> tuple[str, str] | None:
 
 def _lengths(seq: str, tail: int) -> tuple[int, ...]:
     """Lengths of calls that tell a tail from other forms: its own if it is fixed."""
-    return (int(seq),) if seq.isdigit() else (1, tail, tail + 1, 3 * tail + 1)
+    if seq.isdigit():
+        return (int(seq),)
+    return (1, tail, tail + 1, 3 * tail + 1)
 
 
 def _faults_of_codes(read: _Read, codes: str, quantizer: str, scale: float) -> Iterator[Fault]:
     """Yield the operations of the second term that the kernels before its codes lack."""
-    divisor, expected = TWO_TERMS.divisor, f"{TWO_TERMS.divisor} times what the first term leaves"
+    divisor = TWO_TERMS.divisor
+    expected = f"{TWO_TERMS.divisor} times what the first term leaves"
     if (maker := quantizer_of(read.program, codes, quantizer)) is None:
         yield "no kernel with its QuantizeLinear makes its codes", "", False
     elif divisor not in read.singles(read.before(maker)):
@@ -205,7 +216,9 @@ def _faults_of_codes(read: _Read, codes: str, quantizer: str, scale: float) -> I
 
 
 def _faults_of_attention(read: _Read, gemm: ExpectedAttention, statement: Statement) -> Iterator[Fault]:
-    program, codes, share = read.program, statement.inputs[0], 1 / TWO_TERMS.divisor
+    program = read.program
+    codes = statement.inputs[0]
+    share = 1 / TWO_TERMS.divisor
     if gemm.rows is None or (rows := _rows_a_token(program, codes)) is None:
         yield "the rows of its codes do not read", "", False
     elif rows != gemm.rows:
@@ -231,7 +244,9 @@ def _rows_a_token(program: Program, codes: str) -> int | None:
     (rows, rows_base), (token_factor, token_base) = (
         multiple(program.sizes, size) for size in (tensor.symbols[-2], tokens.symbols[-1])
     )
-    return rows // token_factor if rows_base == token_base and token_factor and rows % token_factor == 0 else None
+    if rows_base == token_base and token_factor and rows % token_factor == 0:
+        return rows // token_factor
+    return None
 
 
 def _rows_of_one_term(program: Program, codes: ProgramTensor | None, roots: Collection[str]) -> set[str]:
@@ -258,7 +273,8 @@ def _readers(program: Program, root: str) -> list[tuple[Statement, int]]:
     """The kernels that read a GEMM's result, each once, with the number of its first input that does; kernels that only
     move the result are looked through.
     """
-    waiting, readers = [(root, MOVES)], dict[int, tuple[Statement, int]]()
+    waiting = [(root, MOVES)]
+    readers: dict[int, tuple[Statement, int]] = {}
     while waiting:
         made, moves = waiting.pop()
         for reader, index in program.readers.get(made, ()):

@@ -32,7 +32,8 @@ AHEAD_OF_TIME = ("sm89", "sm120")
 DATA_CENTRE = {"sm90": "Hopper", "sm100": "data-centre Blackwell", "sm103": "data-centre Blackwell"}
 FP8_CAPABILITY = (8, 9)
 #: CUDA driver API, `CUdevice_attribute`.
-_MAJOR, _MINOR = 75, 76
+_MAJOR = 75
+_MINOR = 76
 
 
 def available_runtimes() -> tuple[Runtime, ...]:
@@ -43,7 +44,9 @@ def available_runtimes() -> tuple[Runtime, ...]:
 def capability(target: str) -> tuple[int, int] | None:
     """Parse `sm120` as (12, 0); None for any other name."""
     match = re.fullmatch(r"sm(\d+)(\d)", target)
-    return (int(match[1]), int(match[2])) if match else None
+    if match:
+        return (int(match[1]), int(match[2]))
+    return None
 
 
 def can_do_fp8(target: str) -> bool:
@@ -67,7 +70,9 @@ def gpu_target() -> str | None:
         and cuda.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device) == 0
         and cuda.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device) == 0
     )
-    return f"sm{major.value}{minor.value}" if has_gpu else None
+    if has_gpu:
+        return f"sm{major.value}{minor.value}"
+    return None
 
 
 def choose_runtime(

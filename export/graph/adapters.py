@@ -51,7 +51,8 @@ def lay_in_graph(model: nn.Module, adapter: Adapter, dtype: torch.dtype) -> None
     """Put `adapter` behind the GEMMs of `model`, which is prepared for the graph; changed in place."""
     for module, part in adapter.parts.items():
         linear = model.get_submodule(module)
-        out, width = adapter.headers[part.b].shape[0], adapter.headers[part.a].shape[1]
+        out = adapter.headers[part.b].shape[0]
+        width = adapter.headers[part.a].shape[1]
         linear.add_module(CHILD, Added(part, width, out, dtype))
         linear.forward = partial(_adapted, linear)  # of plain parts, so that layers can be told to be alike
 

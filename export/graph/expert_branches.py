@@ -37,7 +37,9 @@ class ExpertPattern:
     def renamed(self, name: str | None, number: int) -> str | None:
         """Translate `name` of this expert to expert `number`; None for a name that belongs to no expert."""
         prefix = f"{self.place}.{self.number}."
-        return f"{self.place}.{number}.{name.removeprefix(prefix)}" if name and name.startswith(prefix) else None
+        if name and name.startswith(prefix):
+            return f"{self.place}.{number}.{name.removeprefix(prefix)}"
+        return None
 
 
 def branch_experts(model: ir.Model, place: Place) -> None:
@@ -114,7 +116,9 @@ def _branch(
     assert output is not None, "a mark reads a total"
     condition = ir.node("Gather", [chosen, index], {"axis": 0}, name=f"{name}.chosen")
     value = condition.outputs[0]
-    value.name, value.dtype, value.shape = f"{name}.chosen.output", ir.DataType.BOOL, ir.Shape([])
+    value.name = f"{name}.chosen.output"
+    value.dtype = ir.DataType.BOOL
+    value.shape = ir.Shape([])
     branches = {
         "then_branch": ir.Graph([], [known[output]], nodes=nodes, name=f"{name}.then"),
         "else_branch": ir.Graph([], [unchanged.outputs[0]], nodes=[unchanged], name=f"{name}.else"),
@@ -140,7 +144,8 @@ def _copies(
         ]
         outputs = [like(value, pattern.renamed(value.name, number)) for value in node.outputs]
         known |= dict(zip(node.outputs, outputs, strict=True))
-        attributes, name = [*node.attributes.values()], pattern.renamed(node.name, number)
+        attributes = [*node.attributes.values()]
+        name = pattern.renamed(node.name, number)
         copies.append(ir.Node(node.domain, node.op_type, inputs, attributes, outputs=outputs, name=name))
     return copies
 

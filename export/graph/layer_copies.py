@@ -38,7 +38,9 @@ class Block:
         if name is not None and name.startswith(prefix):
             return f"{self.prefix}{index}.{name.removeprefix(prefix)}"
         match = _CACHE.fullmatch(name or "")
-        return f"{match[1]}.{index}.{match[3]}" if match and int(match[2]) == self.index else None
+        if match and int(match[2]) == self.index:
+            return f"{match[1]}.{index}.{match[3]}"
+        return None
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,8 @@ def _alike(one: ir.Value, other: ir.Value) -> bool:
         other.is_initializer(),
     ):
         return False
-    mine, theirs = one.const_value, other.const_value
+    mine = one.const_value
+    theirs = other.const_value
     if mine is None or theirs is None or isinstance(mine, ir.ExternalTensor) or isinstance(theirs, ir.ExternalTensor):
         return type(mine) is type(theirs) and (mine is None or theirs is None or mine.dtype == theirs.dtype)
     return (mine.dtype, mine.shape, mine.tobytes()) == (theirs.dtype, theirs.shape, theirs.tobytes())
@@ -172,7 +175,9 @@ def _replace(model: ir.Model, marker: ir.Node, pattern: LayerPattern, index: int
         name = block.renamed(value.name, index) if value is not None else None
         if value is None or name is None:
             return value
-        return made[name] if name in made else made.setdefault(name, _counterpart(model, value, name, place))
+        if name in made:
+            return made[name]
+        return made.setdefault(name, _counterpart(model, value, name, place))
 
     for at, node in enumerate(block.nodes):
         inputs = [
@@ -180,7 +185,8 @@ def _replace(model: ir.Model, marker: ir.Node, pattern: LayerPattern, index: int
             for number, value in enumerate(node.inputs)
         ]
         outputs = [like(value, block.renamed(value.name, index)) for value in node.outputs]
-        name, attributes = block.renamed(node.name, index), [*node.attributes.values()]
+        name = block.renamed(node.name, index)
+        attributes = [*node.attributes.values()]
         copy = ir.Node(node.domain, node.op_type, inputs, attributes, outputs=outputs, name=name)
         model.graph.insert_before(marker, copy)
         made |= {value.name or "": value for value in outputs}
@@ -217,4 +223,6 @@ def order_interface(model: ir.Model) -> None:
 
 def _place_in_interface(value: ir.Value) -> tuple[int, str]:
     match = _CACHE.fullmatch(value.name or "")
-    return (int(match[2]), match[3]) if match else (-1, "")
+    if match:
+        return (int(match[2]), match[3])
+    return (-1, "")

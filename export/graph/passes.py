@@ -99,7 +99,9 @@ class Tensors:
         """The tensor `name` of a layer that corresponds to `tensor` of another: stored, computed, or a constant."""
         if isinstance(tensor, ir.ExternalTensor):
             return self.external(name, tensor.shape)
-        return self.computed[name] if name in self.computed else ir.Tensor(tensor.numpy(), tensor.dtype, name=name)
+        if name in self.computed:
+            return self.computed[name]
+        return ir.Tensor(tensor.numpy(), tensor.dtype, name=name)
 
 
 def point_at_weights(model: ir.Model, tensors: Tensors) -> None:
@@ -113,7 +115,8 @@ def point_at_weights(model: ir.Model, tensors: Tensors) -> None:
     for name, value in [*model.graph.initializers.items()]:
         plain = name.removeprefix("model.")
         if plain in tensors.computed:
-            value.const_value, value.name = tensors.computed[plain], plain
+            value.const_value = tensors.computed[plain]
+            value.name = plain
         elif name.startswith("model."):
             key = (
                 plain.replace(".input.scale", ".input_scale")
@@ -121,7 +124,8 @@ def point_at_weights(model: ir.Model, tensors: Tensors) -> None:
                 .replace(".fp8q_v.scale", ".v_scale")
             )
             key = initializer_name(re.sub(r"\.fp8q_attention\.([qkvp])\.scale$", r".attention.\1_scale", key))
-            value.const_value, value.name = tensors.external(key, value.shape), key
+            value.const_value = tensors.external(key, value.shape)
+            value.name = key
 
 
 def widen_initializers(model: ir.Model) -> None:
@@ -148,7 +152,9 @@ def _widen(model: ir.Model, value: ir.Value, stored: ir.DataType, before: ir.Nod
         "Cast", [value], {"to": value.dtype.value}, name=f"{value.name}.cast", metadata_props=before.metadata_props
     )
     cast_output = cast.outputs[0]
-    cast_output.name, cast_output.dtype, cast_output.shape = f"{value.name}.wide", value.dtype, value.shape
+    cast_output.name = f"{value.name}.wide"
+    cast_output.dtype = value.dtype
+    cast_output.shape = value.shape
     for usage in [*value.uses()]:
         if usage.node is not cast:
             usage.node.replace_input_with(usage.idx, cast_output)
@@ -240,7 +246,8 @@ def state_sizes(model: ir.Model) -> None:
     """Turn each `SIZED` into a Reshape, which gives TensorRT the sizes of tensors that were cut and joined."""
     for node in model.graph:
         if (node.domain, node.op_type) == SIZED:
-            node.domain, node.op_type = "", "Reshape"
+            node.domain = ""
+            node.op_type = "Reshape"
 
 
 def state_heads(model: ir.Model) -> None:
@@ -250,7 +257,8 @@ def state_heads(model: ir.Model) -> None:
     to different numbers of heads share one shape, so each gets its own.
     """
     for node in [node for node in model.graph if node.op_type == "Reshape"]:
-        value, shape = node.inputs[1], node.outputs[0].shape
+        value = node.inputs[1]
+        shape = node.outputs[0].shape
         parts = value.producer() if value is not None else None
         if parts is None or parts.op_type != "Concat" or shape is None or len(parts.inputs) != len(shape):
             continue
@@ -267,7 +275,9 @@ def state_heads(model: ir.Model) -> None:
 def _constant_of(value: ir.Value | None) -> list[int] | None:
     """The numbers of a small constant; None for a value that is computed."""
     tensor = value.const_value if value is not None else None
-    return None if tensor is None or tensor.size > 1 else tensor.numpy().ravel().tolist()
+    if tensor is None or tensor.size > 1:
+        return None
+    return tensor.numpy().ravel().tolist()
 
 
 def strip(model: ir.Model) -> None:
@@ -280,7 +290,8 @@ def strip(model: ir.Model) -> None:
         node.doc_string = None
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
-    model.producer_name, model.doc_string = "fp8q", INTERFACE
+    model.producer_name = "fp8q"
+    model.doc_string = INTERFACE
     model.ir_version = IR_VERSION
 
 
@@ -334,7 +345,9 @@ def split_by_heads(model: ir.Model) -> None:
         for part, output in zip(heads, cut.outputs, strict=True):
             name = part.out.name or ""
             part.out.name = f"{name}.whole"
-            output.name, output.type, output.shape = name, part.out.type, part.out.shape
+            output.name = name
+            output.type = part.out.type
+            output.shape = part.out.shape
             part.out.replace_all_uses_with(output, replace_graph_outputs=True)
     RemoveUnusedNodesPass()(model)
 
@@ -350,15 +363,18 @@ def _heads(part: ir.Value) -> Heads | None:
         or transpose.outputs[0].shape is None
     ):
         return None
-    width, size = part.shape[-1], transpose.outputs[0].shape[-1]
-    return (
-        Heads(transpose.outputs[0], width // size, size) if isinstance(width, int) and isinstance(size, int) else None
-    )
+    width = part.shape[-1]
+    size = transpose.outputs[0].shape[-1]
+    if isinstance(width, int) and isinstance(size, int):
+        return Heads(transpose.outputs[0], width // size, size)
+    return None
 
 
 def _only_reader(value: ir.Value, operator: str) -> ir.Node | None:
     readers = [usage.node for usage in value.uses()]
-    return readers[0] if len(readers) == 1 and readers[0].op_type == operator and not value.is_graph_output() else None
+    if len(readers) == 1 and readers[0].op_type == operator and not value.is_graph_output():
+        return readers[0]
+    return None
 
 
 def _constant(model: ir.Model, name: str, numbers: list[int]) -> ir.Value:

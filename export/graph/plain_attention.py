@@ -44,7 +44,7 @@ def write_plain_attention(source: Path, path: Path) -> int:
     values = {value.name: value for value in (*inferred.value_info, *inferred.input)}
     shapes = {node.name: shape for node in model.graph.node if (shape := AttentionShape.of(node, values))}
     if shapes:
-        nodes = list[NodeProto]()
+        nodes: list[NodeProto] = []
         for node in model.graph.node:
             nodes += _plain(model.graph, node, shapes[node.name]) if node.name in shapes else [node]
         del model.graph.node[:]
@@ -76,15 +76,19 @@ class AttentionShape:
         query, key, _, mask = (values[name].type.tensor_type for name in node.input)
         if scale is None or any(attributes.values()) or len(node.output) != 1 or mask.elem_type != TensorProto.BOOL:
             return None
-        heads, key_heads, size = query.shape.dim[1].dim_value, key.shape.dim[1].dim_value, query.shape.dim[3].dim_value
+        heads = query.shape.dim[1].dim_value
+        key_heads = key.shape.dim[1].dim_value
+        size = query.shape.dim[3].dim_value
         known = len(mask.shape.dim) == INPUTS and mask.shape.dim[1].dim_value == 1 and heads and key_heads and size
-        return cls(heads, key_heads, size, query.elem_type, scale) if known else None
+        if known:
+            return cls(heads, key_heads, size, query.elem_type, scale)
+        return None
 
 
 def _plain(graph: GraphProto, node: NodeProto, shape: AttentionShape) -> list[NodeProto]:
     """Make the nodes that replace an Attention node; their constants become initializers of `graph`."""
     query, key, value, allowed = node.input
-    made = list[NodeProto]()
+    made: list[NodeProto] = []
 
     def constant(part: str, number: object, dtype: type = np.int64) -> str:
         graph.initializer.append(numpy_helper.from_array(np.array(number, dtype), f"{node.name}.{part}"))
@@ -95,7 +99,8 @@ def _plain(graph: GraphProto, node: NodeProto, shape: AttentionShape) -> list[No
         made.append(helper.make_node(operator, inputs, [f"{name}.output"], name, **attributes))
         return f"{name}.output"
 
-    group, axis = shape.heads // shape.key_heads, constant("group_axis", [2])
+    group = shape.heads // shape.key_heads
+    axis = constant("group_axis", [2])
     grouped = constant("grouped", [0, shape.key_heads, group, -1, shape.size])
     queries = make("Reshape", "queries", query, grouped)
     keys = make("Transpose", "keys", make("Unsqueeze", "key_group", key, axis), perm=[0, 1, 2, 4, 3])

@@ -24,9 +24,11 @@ def name_interface(model: ir.Model, layers: Iterable[int]) -> None:
     exporter's symbols become batch, seq, capacity, blocks (of the capacity) and scored in every shape, in sums and
     GEMMs too.
     """
-    inputs, outputs = model.graph.inputs, model.graph.outputs
+    inputs = model.graph.inputs
+    outputs = model.graph.outputs
     parts = [f"{layer}.{part}" for layer in layers for part in ("key", "value")]
-    past, asked = inputs[3 : 3 + len(parts)], inputs[3 + len(parts) :]
+    past = inputs[3 : 3 + len(parts)]
+    asked = inputs[3 + len(parts) :]
     for value, part in zip(past, parts, strict=True):
         value.name = f"past_key_values.{part}"
     for value, name in zip(outputs, ["logits", *(f"new_key_values.{part}" for part in parts)], strict=True):
@@ -64,7 +66,8 @@ def read_sizes_first(model: ir.Model) -> None:
         source = node.inputs[0] if node.op_type == "Shape" else None
         if source is None or not source.is_graph_input() or source.shape is None:
             continue
-        start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", len(source.shape))
+        start = node.attributes.get_int("start", 0)
+        end = node.attributes.get_int("end", len(source.shape))
         if end - start == 1:
             node_source, axis = first[str(source.shape[start])]
             node.replace_input_with(0, node_source)

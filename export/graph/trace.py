@@ -269,14 +269,19 @@ def example(graph: Graph, config: PreTrainedConfig, plan: GraphPlan) -> tuple[tu
 
     The sizes differ, so that the exporter takes no two of them for equal.
     """
-    batch, seq, blocks, scored = 2, 3, 5, 4
+    batch = 2
+    seq = 3
+    blocks = 5
+    scored = 4
     parts = dict(zip("kv", cache_shapes(config.get_text_config()), strict=True))
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def stored(attention: str, part: str) -> torch.dtype:
-        return CODE if f"{attention}.{part}" in plan.cache else plan.dtype
+        if f"{attention}.{part}" in plan.cache:
+            return CODE
+        return plan.dtype
 
     def past_of(heads: int, size: int) -> tuple[int, ...]:
         return batch * heads * blocks, BLOCK, size

@@ -111,7 +111,8 @@ class _Scaled:
 
 
 def _scaled(graph: Indexed, matmul: GraphGemm) -> _Scaled:
-    weight, after = weight_of(graph, matmul), behind(graph, matmul)
+    weight = weight_of(graph, matmul)
+    after = behind(graph, matmul)
     assert weight is not None, "`_is_dq` and `_is_mul` looked"
     assert weight.dequantize is not None, "its weight is codes"
     if after:
@@ -125,7 +126,8 @@ def _is_dq(graph: Indexed, matmul: GraphGemm) -> bool:
     weight = weight_of(graph, matmul)
     if matmul.node.op_type != "MatMul" or weight is None or weight.dequantize is None:
         return False
-    scale, dims = graph.constant(weight.dequantize.input[1]), graph.initializers[weight.dequantize.input[0]].dims
+    scale = graph.constant(weight.dequantize.input[1])
+    dims = graph.initializers[weight.dequantize.input[0]].dims
     if activation_of(graph, matmul) is None or scale is None or scale.ndim != 1 or len(dims) != 2:
         return False
     axis = output_axis(matmul, weight, len(dims))
@@ -133,7 +135,8 @@ def _is_dq(graph: Indexed, matmul: GraphGemm) -> bool:
 
 
 def _is_mul(graph: Indexed, matmul: GraphGemm) -> bool:
-    weight, rescale = weight_of(graph, matmul), rescale_of(graph, matmul)
+    weight = weight_of(graph, matmul)
+    rescale = rescale_of(graph, matmul)
     if weight is None or weight.dequantize is None or rescale is None or activation_of(graph, matmul) is None:
         return False
     return weight.dequantize.input[1] == UNIT and len(graph.readers[matmul.node.output[0]]) == 1
@@ -169,13 +172,17 @@ def _to_mul(scaled: _Scaled) -> list[NodeProto]:
     """Make the nodes that replace a GEMM in `mul`; the GEMM and its weight's DequantizeLinear are changed in
     place.
     """
-    node, name, result = scaled.matmul.node, scaled.matmul.node.name, scaled.matmul.node.output[0]
+    node = scaled.matmul.node
+    name = scaled.matmul.node.name
+    result = scaled.matmul.node.output[0]
     scaled.weight.input[1], node.output[0] = UNIT, f"{name}.sum"
     in_fp32 = scaled.compute == TensorProto.FLOAT
     made = result if in_fp32 else f"{names.rescale(name)}.output"
     rescale = helper.make_node("Mul", [node.output[0], scaled.scales], [made], names.rescale(name))
     cast = helper.make_node("Cast", [made], [result], names.rescale_cast(name), to=scaled.compute)
-    return [node, rescale] if in_fp32 else [node, rescale, cast]
+    if in_fp32:
+        return [node, rescale]
+    return [node, rescale, cast]
 
 
 def _to_dq(scaled: _Scaled) -> list[NodeProto]:

@@ -100,7 +100,8 @@ def run_expectation(run: Run, scales: Scales, weight_scales: Mapping[str, Array]
 
     Raises InputError for an `attention.json` that does not read or lacks a scale.
     """
-    attention, forms = expected_attention(run), scales.forms
+    attention = expected_attention(run)
+    forms = scales.forms
     if attention:
         in_two = read_document(run.attention, AttentionScales).terms == TWO.terms
         forms |= dict.fromkeys(attention, TWO if in_two else ONE)

@@ -16,7 +16,8 @@ from ..onnx_file.indexed import Indexed
 from ..onnx_file.tensors import Array
 
 #: The graphs that rules are for, as `fp8q lint --explain` says it.
-OF_A_RUN, FOREIGN = "a run's graph", "a graph of which nothing is expected"
+OF_A_RUN = "a run's graph"
+FOREIGN = "a graph of which nothing is expected"
 
 
 @dataclass(frozen=True)

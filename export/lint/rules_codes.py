@@ -67,7 +67,9 @@ def _stateable(graph: Indexed) -> str:
     """Extend a message if the opset cannot state the output type: below 23 a DequantizeLinear returns its scale's
     type.
     """
-    return "" if graph.opset >= FIRST_STATED else f" (from opset {FIRST_STATED} on)"
+    if graph.opset >= FIRST_STATED:
+        return ""
+    return f" (from opset {FIRST_STATED} on)"
 
 
 def distinct_scales(graph: Indexed) -> dict[str, NodeProto]:
@@ -80,7 +82,9 @@ def _element_type(graph: Indexed, value: str) -> int:
     if value in graph.initializers:
         return graph.initializers[value].data_type
     node = graph.producers.get(value)
-    return attribute(node, "to", 0) if node is not None and node.op_type == "Cast" else 0
+    if node is not None and node.op_type == "Cast":
+        return attribute(node, "to", 0)
+    return 0
 
 
 @rule("F104", "scale-value")
@@ -181,7 +185,8 @@ def _scaled(graph: Indexed, node: NodeProto) -> tuple[str, Sequence[int | str]] 
     of the graph, as those of a cache. A past in blocks has the heads of the new keys or values, by which it is viewed.
     """
     codes = node.output[0] if node.op_type == "QuantizeLinear" else node.input[0]
-    value, maker = node.input[0], graph.producers.get(codes)
+    value = node.input[0]
+    maker = graph.producers.get(codes)
     if maker is not None and maker.op_type == "QuantizeLinear":
         value = maker.input[0]
     if value in graph.initializers:
@@ -244,7 +249,9 @@ def _refusal(operator: str, index: int, opset: int) -> str | None:
     if schema is None or not schema.inputs:
         return None
     allowed = schema.inputs[min(index, len(schema.inputs) - 1)].types
-    return None if allowed & FP8_NAMES else f"opset {opset} allows no FP8 there"
+    if allowed & FP8_NAMES:
+        return None
+    return f"opset {opset} allows no FP8 there"
 
 
 @rule("F110", "attention-inputs", "warning")
@@ -289,7 +296,8 @@ def pair_scales(graph: Indexed) -> Broken:
         quantize = graph.producers.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
         if quantize is None or quantize.op_type != "QuantizeLinear":
             continue
-        divided, multiplied = graph.constant(quantize.input[1]), graph.constant(node.input[1])
+        divided = graph.constant(quantize.input[1])
+        multiplied = graph.constant(node.input[1])
         if divided is None or multiplied is None or not 0 < divided.size == multiplied.size:  # F104, F107 have those
             continue
         pairs = np.stack([multiplied.ravel(), divided.ravel()], axis=1)

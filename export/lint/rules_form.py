@@ -20,7 +20,8 @@ STATED = frozenset(TensorProto.DataType.values())
 ELEMENTS = STATED - {TensorProto.UNDEFINED}
 LARGEST_OPSET = 2**31 - 1
 #: Characters of a path, and of each part of it, that a file system takes.
-LONGEST_PATH, LONGEST_NAME = 4095, 255
+LONGEST_PATH = 4095
+LONGEST_NAME = 255
 #: The most dimensions that NumPy's arrays have; TensorRT's have eight.
 LARGEST_RANK = 64
 
@@ -47,7 +48,9 @@ def form(graph: Indexed) -> Broken:
 def too_long(*names: str) -> str | None:
     """Say why one of `names` is too long for a name; None if none is."""
     longest = max(map(len, names), default=0)
-    return f"has a name of {longest} characters, of at most {LONGEST_TEXT}" if longest > LONGEST_TEXT else None
+    if longest > LONGEST_TEXT:
+        return f"has a name of {longest} characters, of at most {LONGEST_TEXT}"
+    return None
 
 
 def _node(node: NodeProto, opset: int) -> str | None:
@@ -89,7 +92,9 @@ def _attributes(node: NodeProto, schema: Schema) -> str | None:
         if entry.name in TYPED and entry.i not in (ELEMENTS if entry.name == "to" else STATED):
             return f"names the element type {entry.i}, which there is not"
     missing = next((name for name in schema.required if name not in names), None)
-    return f"has no attribute {missing}" if missing is not None else None
+    if missing is not None:
+        return f"has no attribute {missing}"
+    return None
 
 
 def type_of(kind: int) -> str:

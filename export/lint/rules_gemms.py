@@ -28,7 +28,9 @@ def activation_of(graph: Indexed, gemm: GraphGemm) -> Operand | None:
 def quantize_of(graph: Indexed, side: Operand) -> NodeProto | None:
     """The QuantizeLinear behind an operand's DequantizeLinear."""
     node = graph.producers.get(side.dequantize.input[0]) if side.dequantize is not None else None
-    return node if node is not None and node.op_type == "QuantizeLinear" else None
+    if node is not None and node.op_type == "QuantizeLinear":
+        return node
+    return None
 
 
 def is_fp8(gemm: GraphGemm) -> bool:
@@ -38,14 +40,15 @@ def is_fp8(gemm: GraphGemm) -> bool:
 
 def why_not_fp8(graph: Indexed, gemm: GraphGemm) -> str | None:
     """Say why the GEMM of a weight is not FP8 on both sides; None if it is."""
-    weight, activation = weight_of(graph, gemm), activation_of(graph, gemm)
+    weight = weight_of(graph, gemm)
+    activation = activation_of(graph, gemm)
     if weight is None and activation is None:
         return "neither its weight nor its input comes from FP8 codes"
     if weight is None:
         return "its weight is no FP8 constant behind a DequantizeLinear"
-    return (
-        "its weight is FP8 but its input is not, so it multiplies in the compute type" if activation is None else None
-    )
+    if activation is None:
+        return "its weight is FP8 but its input is not, so it multiplies in the compute type"
+    return None
 
 
 def blocked(graph: Indexed, gemm: GraphGemm) -> Iterator[tuple[NodeProto, NodeProto]]:
@@ -158,10 +161,8 @@ def input_scale(graph: Indexed, expected: Expectation) -> Broken:
 def _sides(graph: Indexed, expected: Expectation) -> Iterator[tuple[Operand, float, str]]:
     """Yield the operands whose scale a run states, the scale, and the file that states it."""
     for gemm in graph.gemms:
-        side, run_scale = (
-            activation_of(graph, gemm),
-            expected.input_scales.get(names.module_of(gemm.node.name) or ""),
-        )
+        side = activation_of(graph, gemm)
+        run_scale = expected.input_scales.get(names.module_of(gemm.node.name) or "")
         if side is not None and run_scale is not None:
             yield side, run_scale, "scales.json"
         for side, run_scale in zip(gemm.operands, expected.attention.get(gemm.node.name, ()), strict=False):
@@ -174,11 +175,13 @@ def weight_scale(graph: Indexed, expected: Expectation) -> Broken:
     Mul behind the GEMM has them, or the rest of them.
     """
     for gemm in graph.gemms:
-        side, run_scales = weight_of(graph, gemm), expected.weight_scales.get(names.module_of(gemm.node.name) or "")
+        side = weight_of(graph, gemm)
+        run_scales = expected.weight_scales.get(names.module_of(gemm.node.name) or "")
         scales = weight_scales(graph, gemm)
         if scales is None or run_scales is None or side is None or side.dequantize is None:
             continue
-        stored, node = np.asarray(run_scales, np.float32).ravel(), rescale_of(graph, gemm) or side.dequantize
+        stored = np.asarray(run_scales, np.float32).ravel()
+        node = rescale_of(graph, gemm) or side.dequantize
         if scales.size == 1 < stored.size:
             yield (
                 node.name,
@@ -203,8 +206,10 @@ def scale_axis(graph: Indexed) -> Broken:
         side = weight_of(graph, gemm)
         if side is None or side.dequantize is None:
             continue
-        scale, weight = graph.constant(side.dequantize.input[1]), graph.initializers[side.dequantize.input[0]]
-        axis, rank = attribute(side.dequantize, "axis", 1), len(weight.dims)
+        scale = graph.constant(side.dequantize.input[1])
+        weight = graph.initializers[side.dequantize.input[0]]
+        axis = attribute(side.dequantize, "axis", 1)
+        rank = len(weight.dims)
         wanted = output_axis(gemm, side, rank)
         if scale is not None and scale.size > 1 and rank >= 2 and axis % rank != wanted:
             yield (

@@ -13,7 +13,9 @@ from .rules_codes import distinct_scales
 
 #: FP8 entered QuantizeLinear and DequantizeLinear with opset 19 and IR version 9; in opset 24 ONNX Runtime's CPU
 #: provider lacks Q/DQ on BF16.
-FIRST_OPSET, LAST_OPSET, FIRST_IR = 19, 23, 9
+FIRST_OPSET = 19
+LAST_OPSET = 23
+FIRST_IR = 9
 #: The last that TensorRT-RTX (1.7.1) was seen to build in FP8.
 LAST_BUILT = 24
 WRITE_AGAIN = "export the graph again"
@@ -39,10 +41,8 @@ def ir_version(graph: Indexed) -> Broken:
     """The IR version is at least the one that came with the opset (and 9, which brought FP8), and a known one: a strict
     reader refuses the file otherwise.
     """
-    version, needed = (
-        graph.model.ir_version,
-        max(FIRST_IR, helper.OP_SET_ID_VERSION_MAP.get(("ai.onnx", graph.opset), FIRST_IR)),
-    )
+    version = graph.model.ir_version
+    needed = max(FIRST_IR, helper.OP_SET_ID_VERSION_MAP.get(("ai.onnx", graph.opset), FIRST_IR))
     if version < needed:
         yield (
             "",

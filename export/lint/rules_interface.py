@@ -24,7 +24,8 @@ INPUTS = {
 }
 LOGITS = ("batch", "seq", int)
 #: The input of a graph that gives the logits of these positions alone, and its logits.
-ASKED, ASKED_LOGITS = {names.LOGITS_INDICES: ("batch", "scored")}, ("batch", "scored", int)
+ASKED = {names.LOGITS_INDICES: ("batch", "scored")}
+ASKED_LOGITS = ("batch", "scored", int)
 PAST = ("batch", int, "capacity", int)
 #: What lies between a step's GEMM and the scales of its heads, and between these and their constant.
 MOVES = ("Reshape", "Transpose", "Cast", "ReduceSum", "Unsqueeze")
@@ -60,7 +61,8 @@ def module_names(graph: Indexed, expected: Expectation) -> Broken:
                 yield node.name, f"bears the name of a bias, and does not add to {added}; rename it"
     for gemm in graph.gemms:
         module = names.module_of(gemm.node.name) or ""
-        weight, activation = weight_of(graph, gemm), activation_of(graph, gemm)
+        weight = weight_of(graph, gemm)
+        activation = activation_of(graph, gemm)
         if (
             module not in expected.input_scales
             or weight is None
@@ -74,7 +76,8 @@ def module_names(graph: Indexed, expected: Expectation) -> Broken:
                 weight.dequantize.name,
                 f"dequantizes the weight of {module}; name it {names.weight_dequantize(module)}",
             )
-        first, quantize = names.module_of(activation.dequantize.name) or "", quantize_of(graph, activation)
+        first = names.module_of(activation.dequantize.name) or ""
+        quantize = quantize_of(graph, activation)
         if first not in expected.input_scales or activation.dequantize.name != names.input_pair(first).dequantize:
             yield (
                 activation.dequantize.name,
@@ -174,7 +177,9 @@ def step_scales(graph: Indexed, gemm: NodeProto, past: str) -> Numbers | None:
         reader, side = readers[0]
         if reader.op_type == "Mul":
             factors = _product(graph, reader.input[1 - side])
-            return None if one is None or factors is None else one * factors
+            if one is None or factors is None:
+                return None
+            return one * factors
         if reader.op_type not in MOVES:
             return None
         value = reader.output[0]
@@ -188,7 +193,9 @@ def _product(graph: Indexed, value: str) -> Numbers | None:
     node = graph.producers.get(value)
     if node is not None and node.op_type == "Mul":
         first, second = (_product(graph, name) for name in node.input)
-        return None if first is None or second is None else first * second
+        if first is None or second is None:
+            return None
+        return first * second
     if node is not None and node.op_type in MOVES:
         return _product(graph, node.input[0])
     return None
@@ -202,7 +209,9 @@ def _listed(scale: Array) -> str:
 
 def _token_inputs(graph: Indexed) -> dict[str, tuple[str, str]]:
     """The inputs other than the KV cache, with their dimensions."""
-    return INPUTS | ASKED if names.LOGITS_INDICES in graph.inputs else INPUTS
+    if names.LOGITS_INDICES in graph.inputs:
+        return INPUTS | ASKED
+    return INPUTS
 
 
 def _kind(value: ValueInfoProto) -> int:

@@ -110,7 +110,8 @@ def external_tensor(graph: Indexed) -> Broken:
         if here is None:
             yield name, f"no tensor of {where.location} begins at byte {where.offset}; {AGAIN}"
             continue
-        dtype, named = header.stored[here].dtype, header.stored.get(tensor.name)
+        dtype = header.stored[here].dtype
+        named = header.stored.get(tensor.name)
         if named and named.start != where.offset:
             yield name, f"its data are those of {here} in {where.location}; {AGAIN}"
         elif dtype != _SAFETENSORS.get(type_name(tensor.data_type), dtype):
@@ -141,7 +142,9 @@ def header_of(path: Path) -> Header | None:
         stored = read_header(path)
     except InputError:
         return None
-    return Header(stored, {tensor.start: name for name, tensor in reversed(stored.items())}) if stored else None
+    if stored:
+        return Header(stored, {tensor.start: name for name, tensor in reversed(stored.items())})
+    return None
 
 
 @rule("F406", "external-overlap")

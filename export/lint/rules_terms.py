@@ -38,7 +38,8 @@ _AGAIN = "run `fp8q export` again"
 _HALVES = 2
 #: An end of a Slice beyond every axis: torch writes int64's largest number.
 _BEYOND = 2**31 - 1
-_SLICE_INPUTS, _PARTS = 4, 2
+_SLICE_INPUTS = 4
+_PARTS = 2
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,9 @@ class Slices:
             (constant for constant in constants.values() if constant is not None and constant.size == 1), None
         )
         factor_of = next((name for name in node.input if name not in constants), None)
-        return (factor_of, float(number.ravel()[0])) if number is not None else (value, 1.0)
+        if number is not None:
+            return (factor_of, float(number.ravel()[0]))
+        return (value, 1.0)
 
     def bounds(self, value: str, of: str) -> tuple[int | str, int | str] | None:
         """The bounds of the Slice along the axis that makes `value` from the tensor `of`: numbers, or names of computed
@@ -74,7 +77,9 @@ class Slices:
         """The number of last positions of the tensor `of` that `value` holds; None if it is no such slice."""
         start, end = self.bounds(value, of) or (0, 0)
         to_the_end = isinstance(start, int) and isinstance(end, int) and start < 0 and end >= _BEYOND
-        return -start if to_the_end and isinstance(start, int) else None
+        if to_the_end and isinstance(start, int):
+            return -start
+        return None
 
     def counts(self, name: int | str, of: str) -> bool:
         """Tell whether a computed number is the size of a tensor's axis."""
@@ -88,7 +93,9 @@ class Slices:
 
     def _number(self, name: str) -> int | str:
         stored = self.graph.constant(name) if self.graph.constants.is_stored(name) else None
-        return name if stored is None or stored.size != 1 else int(stored.ravel()[0])
+        if stored is None or stored.size != 1:
+            return name
+        return int(stored.ravel()[0])
 
 
 @expectation_rule("F214", "two-terms")
@@ -105,7 +112,8 @@ def codes_of_two_terms(graph: Indexed, expected: Expectation) -> Broken:
         form = expected.forms.get(name)
         if form is None or quantize is None or not (attends or name in expected.input_scales):
             continue
-        joined, in_two = concat_of(graph, quantize), form.terms == TWO.terms
+        joined = concat_of(graph, quantize)
+        in_two = form.terms == TWO.terms
         if joined is None and in_two:
             yield gemm.node.name, f"is expected in two terms, and {quantize.name} reads no Concat of both; {_AGAIN}"
         elif joined is not None and not in_two:
@@ -132,7 +140,9 @@ def terms_fault(graph: Indexed, gemm: GraphGemm, made: tuple[NodeProto, NodeProt
 def concat_of(graph: Indexed, quantize: NodeProto) -> NodeProto | None:
     """The Concat of two terms that a QuantizeLinear reads; None where it reads one term."""
     node = graph.producers.get(quantize.input[0])
-    return node if node is not None and node.op_type == "Concat" and len(node.input) == _HALVES else None
+    if node is not None and node.op_type == "Concat" and len(node.input) == _HALVES:
+        return node
+    return None
 
 
 def second_fault(graph: Indexed, slices: Slices, made: tuple[NodeProto, NodeProto], tail: int | None) -> str | None:
@@ -215,7 +225,8 @@ def tail_fault(slices: Slices, gemm: str, joined: NodeProto, tail: int) -> str |
 
     `joined`: the Concat of x and the second terms of its last `tail` positions.
     """
-    graph, x = slices.graph, joined.input[0]
+    graph = slices.graph
+    x = joined.input[0]
     parts = [node.output[0] for node, _ in graph.readers.get(gemm, ())]
     bounds = {value: slices.bounds(value, gemm) for value in parts}
     first = next(
@@ -236,7 +247,9 @@ def tail_fault(slices: Slices, gemm: str, joined: NodeProto, tail: int) -> str |
             return f"its second term is added to the last {added} positions, and not to {tail}"
         if share != 1 / TWO_TERMS.divisor:
             return f"the second half is added {share:g} times, and not {1 / TWO_TERMS.divisor:g}"
-        return None if _joins(slices, node, first, tail) else "its last positions do not follow the others"
+        if _joins(slices, node, first, tail):
+            return None
+        return "its last positions do not follow the others"
     return "its second term is not added to its last positions"
 
 

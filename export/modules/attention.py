@@ -40,9 +40,12 @@ class Keys:
         """The keys that each of `queries` [batch, seq] sees, bool [batch, seq, length]: no later one, and none of a
         window and more before it.
         """
-        keys, positions = self.positions[:, None, :], queries[:, :, None]
+        keys = self.positions[:, None, :]
+        positions = queries[:, :, None]
         allowed = (keys <= positions) & (self.filled != 0)[:, None, :]
-        return allowed if window is None else allowed & (positions - keys < window)
+        if window is None:
+            return allowed
+        return allowed & (positions - keys < window)
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,8 @@ class Dequantize(nn.Module):
 
     def __init__(self, dtype: torch.dtype, axis: int = 0):
         super().__init__()
-        self.dtype, self.axis = dtype, axis
+        self.dtype = dtype
+        self.axis = axis
 
     def forward(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Dequantize `codes`, with the scales of heads along `axis`."""

@@ -149,7 +149,8 @@ def cached_attention(
     three `sizes`: `StepTensors.packed`; the first four sizes, the `numbers` (scale, and cap where there is one) and
     `dtype`: `StepForm`.
     """
-    step, form = StepTensors.unpacked(tensors, sizes[4:]), _form(sizes, numbers, dtype)
+    step = StepTensors.unpacked(tensors, sizes[4:])
+    form = _form(sizes, numbers, dtype)
     if step.query.shape[2] != 1:
         return prompt.clone()
     keys = _past_and_new(step.past_key, step.key, step.key_scale, step.allowed).repeat_interleave(form.group, 1)
@@ -248,8 +249,12 @@ class OnnxStep:
     """The nodes of a step, which has no rows where a call has several tokens."""
 
     def __init__(self, made: OnnxOperations, step: StepTensors, form: StepForm):
-        self.made, self.op, self.step_in, self.form = made, made.op, step, form
-        op, several = made.op, made.several(step.tokens)
+        self.made = made
+        self.op = made.op
+        self.step_in = step
+        self.form = form
+        op = made.op
+        several = made.several(step.tokens)
         self.batch, self.seq = (op.Shape(step.tokens, start=axis, end=axis + 1) for axis in (0, 1))
         self.capacity = made.capacity(step.mask, step.tokens)
         self.blocks = op.Div(self.capacity, made.ints(BLOCK))
@@ -262,7 +267,9 @@ class OnnxStep:
 
     def joined(self, prompt: Any) -> Any:
         """The result [batch, heads, seq, size] of a step, or `prompt`."""
-        op, made, form = self.op, self.made, self.form
+        op = self.op
+        made = self.made
+        form = self.form
         grouped_queries = made.reshaped(self.first(self.step_in.query), self.batch, form.kv_heads, self.rows, form.size)
         scores = op.Where(
             made.reshaped(self.step_in.allowed, self.batch, 1, self.blocks, 1, BLOCK),
@@ -283,7 +290,9 @@ class OnnxStep:
 
     def past(self, part: Any, scale: Any, dtype: int) -> Any:
         """The past for a GEMM: codes with scales of heads are dequantized by `HALF`."""
-        return part if scale is None else self.op.DequantizeLinear(part, self.made.number(HALF), output_dtype=dtype)
+        if scale is None:
+            return part
+        return self.op.DequantizeLinear(part, self.made.number(HALF), output_dtype=dtype)
 
     def by_head(self, x: Any, scale: Any) -> Any:
         """`x` [batch, kv_heads, …] of five axes, times the rest of each head's scale."""
@@ -294,7 +303,10 @@ class OnnxStep:
 
     def scores(self, grouped_queries: Any) -> Any:
         """The scores of the slots, float32 [batch, kv_heads, blocks, rows, 64], before they are masked."""
-        op, made, form, step = self.op, self.made, self.form, self.step_in
+        op = self.op
+        made = self.made
+        form = self.form
+        step = self.step_in
         takes_fp32 = step.key_scale is not None or step.past_key.dtype == ir.DataType.FLOAT
         dtype = FLOAT if takes_fp32 else form.dtype
         # the same again for each block: scaled behind the Reshape, so that the GEMM reads no view
@@ -318,7 +330,10 @@ class OnnxStep:
 
     def new_token_scores(self, grouped_queries: Any) -> Any:
         """The score of the token itself, float32 [batch, kv_heads, rows, 1]."""
-        op, made, form, step = self.op, self.made, self.form, self.step_in
+        op = self.op
+        made = self.made
+        form = self.form
+        step = self.step_in
         scaled = op.Mul(self.in_fp32(grouped_queries), made.number(self.power))
         scores = op.ReduceSum(op.Mul(scaled, self.in_fp32(self.first(step.key))), made.ints(3), keepdims=1)
         scores = self.rest_of_scale(scores)
@@ -330,7 +345,9 @@ class OnnxStep:
 
     def rest_of_scale(self, x: Any) -> Any:
         """`x` times what the power of two leaves of the softmax's scale."""
-        return x if self.left == 1 else self.op.Mul(x, self.made.number(self.left))
+        if self.left == 1:
+            return x
+        return self.op.Mul(x, self.made.number(self.left))
 
     def capped(self, x: Any) -> Any:
         """Scores within the cap."""
@@ -343,7 +360,10 @@ class OnnxStep:
         """The mean of the values by the softmax of the `scores` of slots and of `new_token` [batch, kv_heads, 1,
         rows, 1], float32 [batch, kv_heads, 1, rows, size].
         """
-        op, made, form, step = self.op, self.made, self.form, self.step_in
+        op = self.op
+        made = self.made
+        form = self.form
+        step = self.step_in
         # of each block first: there may be no block, and a maximum of nothing is an error
         of_blocks = op.ReduceMax(scores, made.ints(4), keepdims=1)
         most = op.ReduceMax(op.Concat(of_blocks, new_token, axis=2), made.ints(2), keepdims=1)

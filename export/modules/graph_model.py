@@ -89,7 +89,10 @@ class QuantizedInput(nn.Module):
 
     def __init__(self, plan: GraphPlan, terms: int = 1, axis: int = 0, tail: int | None = None):
         super().__init__()
-        self.code, self.terms, self.axis, self.tail = plan.code, terms, axis, tail
+        self.code = plan.code
+        self.terms = terms
+        self.axis = axis
+        self.tail = tail
         self.dtype = plan.dtype if terms == 1 else torch.float32
         self.register_buffer("scale", torch.empty((), dtype=torch.float32, device="meta"))
         in_two = FirstTerm(axis) if tail is None else FirstTermOfTail(tail)
@@ -111,7 +114,9 @@ class QuantizedInput(nn.Module):
         """The module that adds both terms of a GEMM; None for one term."""
         if self.first is None:
             return None
-        return Halves(self.axis) if self.tail is None else HalvesOfTail(self.tail)
+        if self.tail is None:
+            return Halves(self.axis)
+        return HalvesOfTail(self.tail)
 
 
 class InputAsItIs(nn.Module):
@@ -119,7 +124,9 @@ class InputAsItIs(nn.Module):
 
     def __init__(self, plan: GraphPlan):
         super().__init__()
-        self.dtype, self.tail, self.rows = plan.dtype, None, None
+        self.dtype = plan.dtype
+        self.tail = None
+        self.rows = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` unchanged."""
@@ -213,8 +220,10 @@ class GraphLinear(nn.Module):
         its weight has one.
         """
         super().__init__()
-        self.dtype, self.axis = plan.dtype, output_channel_axis(linear)
-        self.halves, self.tail = quantized.halves(), quantized.tail
+        self.dtype = plan.dtype
+        self.axis = output_channel_axis(linear)
+        self.halves = quantized.halves()
+        self.tail = quantized.tail
         self.register_buffer("weight", torch.empty(linear.weight.shape, dtype=plan.code, device="meta"))
         scales = () if one_scale else (linear.weight.shape[self.axis],)
         self.register_buffer("weight_scale", torch.empty(scales, dtype=torch.float32, device="meta"))
@@ -235,7 +244,9 @@ class GraphLinear(nn.Module):
             return y if self.bias is None else y + self.bias
         total: torch.Tensor = self.halves(y, quantized.rows)
         total = (total if self.bias is None else total + self.bias.float()).to(self.dtype)
-        return total.flatten(0, -2) if total.dim() > x.dim() else total
+        if total.dim() > x.dim():
+            return total.flatten(0, -2)
+        return total
 
 
 class Graph(nn.Module):
@@ -301,7 +312,8 @@ def at_positions(model: PreTrainedModel, indices: torch.Tensor | None) -> Iterat
     if indices is None:
         yield
         return
-    head, called = model.get_output_embeddings(), list[nn.Module]()
+    head = model.get_output_embeddings()
+    called: list[nn.Module] = []
 
     def gather(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         called.append(module)
@@ -315,9 +327,9 @@ def at_positions(model: PreTrainedModel, indices: torch.Tensor | None) -> Iterat
 
 def text_input(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """The arguments of `model` for these tokens: embeddings for a model that would look for images among token ids."""
-    return (
-        {"inputs_embeds": model.get_input_embeddings()(input_ids)} if nested(model.config) else {"input_ids": input_ids}
-    )
+    if nested(model.config):
+        return {"inputs_embeds": model.get_input_embeddings()(input_ids)}
+    return {"input_ids": input_ids}
 
 
 class MatMul(nn.Module):
@@ -341,7 +353,8 @@ class QuantizedAttention(nn.Module):
         self.q, self.p = (QuantizedInput(plan, plan.attention, axis=2) for _ in "qp")
         inside = replace(plan, dtype=self.q.dtype)
         self.k, self.v = (QuantizedInput(inside) for _ in "kv")
-        self.scores, self.values = MatMul(), MatMul()
+        self.scores = MatMul()
+        self.values = MatMul()
         self.scores_halves, self.values_halves = self.q.halves(), self.p.halves()
 
     def forward(

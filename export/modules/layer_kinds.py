@@ -46,7 +46,9 @@ class Kind:
     @property
     def traced(self) -> tuple[int, ...]:
         """The layers to trace: all where there are few, otherwise the first, the second and the last."""
-        return self.members if len(self.members) <= TRACED else (*self.members[:2], self.members[-1])
+        if len(self.members) <= TRACED:
+            return self.members
+        return (*self.members[:2], self.members[-1])
 
     @property
     def skipped(self) -> tuple[int, ...]:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 #: Domain and name of the node in the place of a layer that is not traced; its attribute `index` says which.
 SKIPPED = ("fp8q", "Layer")
 #: Those around an expert that is traced; the attribute `members` of the first says for which it stands.
-EXPERT_BEGINS, EXPERT_ENDS = ("fp8q", "ExpertBegins"), ("fp8q", "ExpertEnds")
+EXPERT_BEGINS = ("fp8q", "ExpertBegins")
+EXPERT_ENDS = ("fp8q", "ExpertEnds")
 #: A Reshape to sizes that its input has already, which the passes that simplify would take away (`passes.state_sizes`).
 SIZED = ("fp8q", "Sized")
 
@@ -33,7 +34,9 @@ END = 2**63 - 1
 def quantize(x: torch.Tensor, scale: torch.Tensor, code: torch.dtype, axis: int = 0) -> torch.Tensor:
     """Encode x / scale in the type `code`, float8_e4m3fn or int8, with x's shape; `scale` as in `dequantize`."""
     factor = _along(scale, axis, x.dim())
-    return encode(x, factor) if code == CODE else encode_int8(x, factor)
+    if code == CODE:
+        return encode(x, factor)
+    return encode_int8(x, factor)
 
 
 @quantize.register_fake
@@ -43,7 +46,9 @@ def _(x: torch.Tensor, scale: torch.Tensor, code: torch.dtype, axis: int = 0) ->
 
 def _along(scale: torch.Tensor, axis: int, dims: int) -> torch.Tensor:
     """Shape `scale` [] or [channels] to be broadcast along `axis` of a tensor with so many `dims`."""
-    return scale if scale.dim() == 0 else scale.view([-1 if dim == axis else 1 for dim in range(dims)])
+    if scale.dim() == 0:
+        return scale
+    return scale.view([-1 if dim == axis else 1 for dim in range(dims)])
 
 
 @torch.library.custom_op("fp8q::dequantize", mutates_args=())
@@ -236,7 +241,8 @@ def _of_positions() -> dict[Callable[..., object], Callable[..., object]]:
         return op.Slice(x, ints(0), ints(-count), ints(1))
 
     def onnx_part_behind(rows, x):  # type: ignore[no-untyped-def]
-        seq, axis = op.Shape(x, start=1, end=2), ints(1)
+        seq = op.Shape(x, start=1, end=2)
+        axis = ints(1)
         return (
             op.Slice(rows, ints(0), seq, axis),
             op.Slice(rows, seq, ints(END), axis),

@@ -158,4 +158,6 @@ def fix_frequencies(model: nn.Module) -> None:
 
 
 def _fixed(kind: str) -> str:
-    return "default" if "dynamic" in kind or kind == "longrope" else kind
+    if "dynamic" in kind or kind == "longrope":
+        return "default"
+    return kind

@@ -63,7 +63,9 @@ def unsupported(model: "PreTrainedModel") -> str | None:
     more than the graph's, or a cache of other shapes (`seen_in_a_pass`).
     """
     reason = _unsupported(model, model.config.get_text_config())
-    return f"{type(model).__name__} {reason}" if reason else None
+    if reason:
+        return f"{type(model).__name__} {reason}"
+    return None
 
 
 def _unsupported(model: "PreTrainedModel", text: "PreTrainedConfig") -> str | None:

@@ -35,7 +35,9 @@ class GraphExpert(nn.Module):
     def __init__(self, expert: Expert):
         """Wrap an expert whose linear layers are replaced already."""
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = expert.gate_proj, expert.up_proj, expert.down_proj
+        self.gate_proj = expert.gate_proj
+        self.up_proj = expert.up_proj
+        self.down_proj = expert.down_proj
         linears = (self.gate_proj, self.up_proj, self.down_proj)
         self.in_two_terms = any(has_two_terms(linear) for linear in linears)
         self.with_tail = any(getattr(linear, "tail", None) is not None for linear in linears)
@@ -75,7 +77,8 @@ class GraphExperts(nn.Module):
         super().__init__()
         for number, expert in enumerate(experts.experts):
             self.add_module(str(number), GraphExpert(expert))
-        self.number, self.kinds = len(experts.experts), expert_kinds(experts.experts)
+        self.number = len(experts.experts)
+        self.kinds = expert_kinds(experts.experts)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

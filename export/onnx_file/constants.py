@@ -19,7 +19,8 @@ Numbers = npt.NDArray[np.float32]
 #: How many Cast and Identity a constant is read through; no exporter writes more than two.
 LONGEST_CAST = 8
 #: How many numbers a constant may have to be read, sixteen for each token of the largest vocabulary; and all together.
-LARGEST_CONSTANT, LARGEST_SUM = 1 << 22, 1 << 28
+LARGEST_CONSTANT = 1 << 22
+LARGEST_SUM = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,9 @@ class Constants:
 
     def __init__(self, tensors: Mapping[str, TensorProto], producers: Mapping[str, NodeProto], places: Places):
         """`tensors` of the file by name, the node that makes each value, and the files of external data."""
-        self._tensors, self._producers, self._places = tensors, producers, places
+        self._tensors = tensors
+        self._producers = producers
+        self._places = places
         self._read: dict[str, Numbers | None] = {}
         self._fingerprints: dict[str, bytes | None] = {}
         self._unread: dict[str, str] = {}
@@ -78,7 +81,9 @@ class Constants:
             return None
         self._sum += size
         numbers = _cast(read_tensor(source.tensor, self._places), (*source.casts, TensorProto.FLOAT))
-        return None if numbers is None else numbers.astype(np.float32, copy=False)
+        if numbers is None:
+            return None
+        return numbers.astype(np.float32, copy=False)
 
     def _source(self, value: str) -> _Source | None:
         """Find the tensor behind a value; None for a computed value."""

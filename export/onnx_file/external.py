@@ -74,7 +74,8 @@ class Places:
 
     def __init__(self, directory: Path):
         """`directory` is the graph's."""
-        self._directory, self._root = directory, os.path.realpath(directory)
+        self._directory = directory
+        self._root = os.path.realpath(directory)
         self._known: dict[str, Place] = {}
 
     def at(self, location: str) -> Place:

@@ -34,7 +34,9 @@ _BODIES = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
 
 def branches(node: NodeProto) -> list[GraphProto]:
     """The branches of an If; none for any other node."""
-    return [entry.g for entry in node.attribute if entry.type == AttributeProto.GRAPH] if node.op_type == "If" else []
+    if node.op_type == "If":
+        return [entry.g for entry in node.attribute if entry.type == AttributeProto.GRAPH]
+    return []
 
 
 def has_body(node: NodeProto) -> bool:
@@ -67,7 +69,9 @@ def made_in(graph: GraphProto) -> list[str]:
 def one_value_a_name(graph: GraphProto) -> bool:
     """Tell whether every value and tensor in the graph and its branches has a name of its own."""
     inside = {name for node in graph.node for branch in branches(node) for name in made_in(branch)}
-    return all(count == 1 for name, count in Counter(made_in(graph)).items() if name in inside) if inside else True
+    if inside:
+        return all(count == 1 for name, count in Counter(made_in(graph)).items() if name in inside)
+    return True
 
 
 #: The FP8 element types of ONNX.
@@ -134,12 +138,16 @@ class Indexed:
     @cached_property
     def graphs(self) -> list[GraphProto]:
         """The graph, and before it the branches that are indexed with it (`bodies`)."""
-        return [*graph_and_branches(self.model.graph)] if one_value_a_name(self.model.graph) else [self.model.graph]
+        if one_value_a_name(self.model.graph):
+            return [*graph_and_branches(self.model.graph)]
+        return [self.model.graph]
 
     @property
     def nodes(self) -> Iterator[NodeProto]:
         """The nodes in the order of the file; those of a branch come before its If."""
-        return nodes_of(self.model.graph) if len(self.graphs) > 1 else iter(self.model.graph.node)
+        if len(self.graphs) > 1:
+            return nodes_of(self.model.graph)
+        return iter(self.model.graph.node)
 
     @cached_property
     def ordered(self) -> list[NodeProto]:
@@ -227,7 +235,9 @@ class Indexed:
         if stated := attribute(node, "output_dtype", 0) or attribute(node, "to", 0):
             return stated
         zero_point = self.initializers.get(node.input[2]) if len(node.input) > 2 else None
-        return zero_point.data_type if zero_point is not None else 0
+        if zero_point is not None:
+            return zero_point.data_type
+        return 0
 
     @cached_property
     def quantizers(self) -> list[NodeProto]:

@@ -155,4 +155,6 @@ def scope_of(node: str) -> str | None:
         for part in node.split("/")[1:-1]
         if part not in ("input_quantizer", "weight_quantizer", "output_quantizer")
     ]
-    return ".".join(parts) or None if node.startswith("/") else None
+    if node.startswith("/"):
+        return ".".join(parts) or None
+    return None

@@ -34,13 +34,17 @@ class Schema:
 @cache
 def schema_of(operator: str, opset: int) -> Schema | None:
     """The schema of a standard operator in an opset; None where it has none."""
-    return _read(defs.get_schema(operator, opset, "")) if defs.has(operator, opset, "") else None
+    if defs.has(operator, opset, ""):
+        return _read(defs.get_schema(operator, opset, ""))
+    return None
 
 
 @cache
 def newest_schema(operator: str) -> Schema | None:
     """The newest schema of a standard operator; None where there never was one."""
-    return _read(defs.get_schema(operator, "")) if defs.has(operator, "") else None
+    if defs.has(operator, ""):
+        return _read(defs.get_schema(operator, ""))
+    return None
 
 
 def _read(schema: OpSchema) -> Schema:

@@ -31,7 +31,9 @@ def output_axis(gemm: GraphGemm, side: Operand, rank: int) -> int:
         return 0
     left = side is gemm.operands[0]
     turns = side.transposes + attribute(gemm.node, "transA" if left else "transB", 0)
-    return rank - 2 if left != bool(turns % 2) else rank - 1
+    if left != bool(turns % 2):
+        return rank - 2
+    return rank - 1
 
 
 def weight_scales(graph: Indexed, gemm: GraphGemm) -> Numbers | None:
@@ -42,10 +44,14 @@ def weight_scales(graph: Indexed, gemm: GraphGemm) -> Numbers | None:
     )
     rescale = rescale_of(graph, gemm)
     if dequantize_scale is None or rescale is None:
-        return None if dequantize_scale is None else dequantize_scale.ravel()
+        if dequantize_scale is None:
+            return None
+        return dequantize_scale.ravel()
     rest = graph.constant(factors_of(graph, rescale))
     with np.errstate(all="ignore"):  # what becomes infinite or zero is not what the checkpoint has
-        return None if rest is None else dequantize_scale.ravel() * rest.ravel()
+        if rest is None:
+            return None
+        return dequantize_scale.ravel() * rest.ravel()
 
 
 def rescale_of(graph: Indexed, gemm: GraphGemm) -> NodeProto | None:
@@ -53,7 +59,8 @@ def rescale_of(graph: Indexed, gemm: GraphGemm) -> NodeProto | None:
 
     It has its module's name, or a number for each column where DequantizeLinear has one number.
     """
-    side, readers = weight_of(graph, gemm), graph.readers.get(gemm.node.output[0], [])
+    side = weight_of(graph, gemm)
+    readers = graph.readers.get(gemm.node.output[0], [])
     if side is None or side.dequantize is None:
         return None
     name = names.rescale(gemm.node.name)

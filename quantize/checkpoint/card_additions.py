@@ -10,7 +10,9 @@ from pathlib import Path
 from ...core.files import replacing
 
 #: The marks before and behind a paragraph that a later stage writes, by which `state_in_card` finds it.
-COST, TASKS, END = "<!-- cost of one term -->", "<!-- tasks -->", "<!-- end -->"
+COST = "<!-- cost of one term -->"
+TASKS = "<!-- tasks -->"
+END = "<!-- end -->"
 #: The paragraph on the cost of one term in the place of two.
 NOT_MEASURED = "`fp8q validate RUN` measures what one term costs this model, and writes it here."
 ONE_TERM_COST = f"{COST}\n{{cost}}\n{END}\n\n"

@@ -151,7 +151,9 @@ class HfLayout:
     @property
     def vllm_skips(self) -> str:
         """The arguments by which vLLM leaves the same layers in BF16; empty where there are none."""
-        return f"{SKIP_LAYERS} {' '.join(map(str, self.bf16_cache))}" if self.cache and self.bf16_cache else ""
+        if self.cache and self.bf16_cache:
+            return f"{SKIP_LAYERS} {' '.join(map(str, self.bf16_cache))}"
+        return ""
 
     @property
     def limit(self) -> str | None:
@@ -210,7 +212,8 @@ def hf_layout_of(source: Source, scales: Scales, no_graph: str | None = None) ->
 
     `no_graph`: why no ONNX graph can be made of the model.
     """
-    model, weights = meta_model(source), source.weights()
+    model = meta_model(source)
+    weights = source.weights()
     modules = {name: model.get_submodule(name) for name in scales.modules}
     loadable = all(isinstance(module, nn.Linear) for module in modules.values())
     attentions = attention_modules(model)

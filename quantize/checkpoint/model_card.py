@@ -210,7 +210,8 @@ in the compute type. fp8q's graphs and engines keep it as said."""
 
 def model_card(source: Source, scales: Scales, form: HfLayout, from_fp8: bool = False) -> str:
     """The model card of the checkpoint made of `source`, in Markdown; `from_fp8`: the source is an FP8 checkpoint."""
-    name, architecture = source.title, source.architecture
+    name = source.title
+    architecture = source.architecture
     by_reason: dict[str, list[str]] = {}
     for module, decision in scales.skipped.items():
         by_reason.setdefault(decision.reason, []).append(markdown_code(module))
@@ -265,12 +266,15 @@ def _bf16_cache_layers(form: HfLayout) -> str:
 def _graphs(form: HfLayout) -> str:
     if form.no_graph is not None:
         return NO_GRAPH.format(reason=markdown_message(form.no_graph))
-    return f"{GRAPHS}\n\n{form.limit[0].upper()}{form.limit[1:]}." if form.limit else GRAPHS
+    if form.limit:
+        return f"{GRAPHS}\n\n{form.limit[0].upper()}{form.limit[1:]}."
+    return GRAPHS
 
 
 def _terms(scales: Scales) -> str:
     """Describe the modules in two terms, with a tail, in dynamic form, and with FP8 weights alone; empty without."""
-    lengths, throughout = tails_of(scales.forms), scales.in_form(TWO)
+    lengths = tails_of(scales.forms)
+    throughout = scales.in_form(TWO)
     text = TERMS.format(modules=_some(throughout, scales)) if throughout else ""
     for positions in sorted(set(lengths.values())):
         modules = [module for module, tail in lengths.items() if tail == positions]
@@ -285,7 +289,8 @@ def _terms(scales: Scales) -> str:
 
 def _gemm_counts(scales: Scales) -> str:
     """Count the GEMMs by the sides that are codes."""
-    both, alone = len(scales.fp8_gemms), len(scales.in_form(BF16))
+    both = len(scales.fp8_gemms)
+    alone = len(scales.in_form(BF16))
     parts = [f"{both} GEMMs run on FP8 codes on both sides"] if both else []
     parts += [f"{alone} {'others' if both else 'GEMMs'} have FP8 weights alone"] if alone else []
     return ", ".join(parts)
@@ -295,7 +300,9 @@ def _some(modules: list[str], scales: Scales) -> str:
     """Name the first four of `modules`, or all of the FP8 GEMMs at once."""
     more = f" and {len(modules) - 4} more" if len(modules) > 4 else ""
     few = ", ".join(map(markdown_code, modules[:4])) + more
-    return "every FP8 GEMM" if len(modules) == len(scales.weights) else few
+    if len(modules) == len(scales.weights):
+        return "every FP8 GEMM"
+    return few
 
 
 def _fp8_source(scales: Scales) -> str:
@@ -307,7 +314,9 @@ def _fp8_source(scales: Scales) -> str:
 
 
 def _towers(form: HfLayout) -> str:
-    return TOWERS.format(towers=", ".join(map(markdown_code, form.towers))) if form.towers else ""
+    if form.towers:
+        return TOWERS.format(towers=", ".join(map(markdown_code, form.towers)))
+    return ""
 
 
 def _mtp(form: HfLayout) -> str:

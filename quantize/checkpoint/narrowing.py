@@ -23,9 +23,11 @@ class Narrowing:
 
     def __init__(self, source: Source, weights: Weights):
         """Cast the tensors of `source`, read by `weights`."""
-        self.source, self.weights = source, weights
+        self.source = source
+        self.weights = weights
         self.cast: dict[str, str] = {}
-        self.largest, self.largest_in = 0.0, ""
+        self.largest = 0.0
+        self.largest_in = ""
 
     def keeps(self, name: str) -> bool:
         """Tell whether the tensor `name` keeps a type that is wider than BF16."""
@@ -48,7 +50,8 @@ class Narrowing:
         for exact, rounded in zip(tensor.flatten().split(CHUNK), narrow.flatten().split(CHUNK), strict=True):
             share = ((rounded.double() - exact.double()) / exact.double()).abs().nan_to_num(0.0)  # 0 / 0 for zeros
             if share.numel() and (error := float(share.max())) > self.largest:
-                self.largest, self.largest_in = error, name
+                self.largest = error
+                self.largest_in = name
 
     @property
     def remark(self) -> str | None:
@@ -66,8 +69,10 @@ def rounded_remark(source: Source, directory: Path) -> str | None:
 
     Earlier versions of fp8q wrote such checkpoints of `source`.
     """
-    weights, files = source.weights(), tensor_files(directory)
-    narrowing, headers = Narrowing(source, weights), {file: read_header(directory / file) for file in {*files.values()}}
+    weights = source.weights()
+    files = tensor_files(directory)
+    narrowing = Narrowing(source, weights)
+    headers = {file: read_header(directory / file) for file in {*files.values()}}
     rounded = [
         name
         for name in weights.names()

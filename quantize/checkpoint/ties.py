@@ -46,9 +46,12 @@ class Ties:
 
 def ties_of(source: Source) -> Ties:
     """Compare the tied tensors of `source`."""
-    weights, apart, renamed = source.weights(), dict[str, str](), dict[str, str]()
+    weights = source.weights()
+    apart: dict[str, str] = {}
+    renamed: dict[str, str] = {}
     for tied, tied_to in meta_model(source).all_tied_weights_keys.items():
-        one, other = source.stored(tied), source.stored(tied_to)
+        one = source.stored(tied)
+        other = source.stored(tied_to)
         there = [name in weights.names() for name in (one, other)]
         if all(there) and one != other:
             if not _equal(weights.tensor(one), weights.tensor(other)):

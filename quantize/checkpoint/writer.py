@@ -183,7 +183,8 @@ class ModuleQuantizer:
         """The weight scales of `module` and its tensors by name, or why it stays in BF16; `weight` reads its weight in
         BF16.
         """
-        axis, name = self.layout.axis(module), self.layout.in_files(module)
+        axis = self.layout.axis(module)
+        name = self.layout.in_files(module)
         quantized = self.rounding.quantized(FloatWeight(module, weight, axis))
         if isinstance(quantized, Skipped):
             return quantized
@@ -206,7 +207,8 @@ class ShardWriter:
 
     def __init__(self, directory: Path, renamed: Mapping[str, str] | None = None):
         """Write into `directory`, which exists, the tensors `renamed` under those names."""
-        self.directory, self.renamed = directory, renamed or {}
+        self.directory = directory
+        self.renamed = renamed or {}
         self.pending: dict[str, torch.Tensor] = {}
         self.shards: list[list[str]] = []
         self.total = 0
@@ -265,7 +267,9 @@ def quantization_config(
             groups[name] = QuantizationScheme(targets=[*targets], weights=weights, input_activations=_inputs(form))
 
     def named(form: Form) -> list[str]:
-        return [] if form == of_the_class else sorted(modules_in(forms, form))
+        if form == of_the_class:
+            return []
+        return sorted(modules_in(forms, form))
 
     def split(modules: Sequence[str]) -> tuple[list[str], list[str]]:
         of_experts = [name for name in modules if re.fullmatch(EXPERTS.removeprefix("re:"), name)]
@@ -383,4 +387,6 @@ def _write_companions(source: Source, directory: Path, scales: Scales, layout: H
     card = model_card(source, scales, layout, from_fp8=fp8_source(source) is not None)
     (directory / CARD).write_text(card, encoding="utf-8")
     remaining = write_companions(source, directory)
-    return written_remark(remaining) if remaining else None
+    if remaining:
+        return written_remark(remaining)
+    return None

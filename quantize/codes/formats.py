@@ -226,7 +226,8 @@ class TwoTerms(GridFormat):
         codes = self.format.grid.astype(np.float64)
         second = np.concatenate([-codes[:0:-1], codes]) / self.divisor
         half = np.diff(codes) / 2
-        below, above = np.concatenate([[0], half]), np.concatenate([half, [np.inf]])
+        below = np.concatenate([[0], half])
+        above = np.concatenate([half, [np.inf]])
         terms = [
             a + second[(second >= -low) & (second <= high)] for a, low, high in zip(codes, below, above, strict=True)
         ]

@@ -47,7 +47,9 @@ def scaled_gemm_once(
 def _filled(codes: torch.Tensor, rows: int) -> torch.Tensor:
     """Pad `codes` [rows, in] with zeros to a multiple of `rows` rows and of 16 columns."""
     missing = (0, -codes.shape[1] % ALIGNMENT, 0, -codes.shape[0] % rows)
-    return torch.nn.functional.pad(codes.view(torch.uint8), missing).view(CODE) if any(missing) else codes
+    if any(missing):
+        return torch.nn.functional.pad(codes.view(torch.uint8), missing).view(CODE)
+    return codes
 
 
 def scale_sums(sums: torch.Tensor, epilogue: Epilogue, terms: int, dtype: torch.dtype, launch: Launch) -> torch.Tensor:

@@ -24,7 +24,8 @@ from .formats import E4M3, TWO_TERMS
 #: Values for each program of the kernel.
 BLOCK = 1024
 #: FP32's fraction bits and bias; the fraction bits that E4M3 drops; E4M3's largest number as FP32 bits.
-_FRACTION, _BIAS = 23, 127
+_FRACTION = 23
+_BIAS = 127
 _DROPPED = _FRACTION - E4M3.mantissa_bits
 _LARGEST = int(torch.tensor(E4M3.max, dtype=torch.float32).view(torch.int32))
 _SMALLEST_NORMAL = (_BIAS + 1 - E4M3.bias) << _FRACTION
@@ -158,11 +159,13 @@ def triton_scale(sums: torch.Tensor, epilogue: Epilogue, terms: int, dtype: torc
     `sums` float32 [terms · rows, out] is read once, and the result is written once. A GEMM and the sum after it are
     rounded one by one (`enable_fp_fusion`), as torch's operations are.
     """
-    rows, outputs = sums.shape[0] // terms, sums.shape[1]
+    rows = sums.shape[0] // terms
+    outputs = sums.shape[1]
     out = torch.empty(rows, outputs, dtype=dtype, device=sums.device)
     bf16 = dtype == torch.bfloat16
     if out.numel():
-        scales, bias = epilogue.weight_scale, epilogue.bias
+        scales = epilogue.weight_scale
+        bias = epilogue.bias
         _scale[(rows, (outputs + BLOCK - 1) // BLOCK)](
             sums.contiguous(), epilogue.input_scale, scales, sums if bias is None else bias.contiguous(),
             out.view(torch.int16) if bf16 else out, rows, outputs, int(scales.numel() > 1), bias is not None, bf16,

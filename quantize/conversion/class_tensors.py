@@ -94,7 +94,8 @@ class _Judge:
     """A model on the meta device, and what is asked of it again and again."""
 
     def __init__(self, model: PreTrainedModel, config: Mapping[str, Any]):
-        self.model, self.table = model, Conversions(model, dense=True)
+        self.model = model
+        self.table = Conversions(model, dense=True)
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         self.tensors = model.state_dict(keep_vars=True)
         ties = model.all_tied_weights_keys
@@ -111,7 +112,8 @@ class _Judge:
             return None
         operations = self.table.operations(pattern)
         module_name, _, leaf = target.rpartition(".")
-        module, place = self.modules[module_name], self._place(module_name)
+        module = self.modules[module_name]
+        place = self._place(module_name)
         if any(operation in _OF_EXPERTS for operation in operations) and len(shape) == 2:
             return Judgement(module_name, self._conversion(operations), place=place)
         if leaf == "weight" and isinstance(module, nn.Linear):
@@ -148,7 +150,8 @@ class _Judge:
     def _of_stack(self, name: str, target: str, shape: tuple[int, ...], operations: tuple[str, ...]) -> Judgement:
         """Judge a tensor with three axes that is no convolution: experts of a layer, mostly."""
         module_name, _, leaf = target.rpartition(".")
-        module, place = self.modules[module_name], self._place(module_name)
+        module = self.modules[module_name]
+        place = self._place(module_name)
         if "Transpose" in operations:
             return Judgement(module_name, TURNED, place=place)
         as_stored = not operations and shape == tuple(self.tensors[target].shape)
@@ -168,7 +171,9 @@ class _Judge:
     def _place(self, module: str) -> Place:
         if module in self.towers:
             return "tower"
-        return "layer" if LAYER.match(f"{module}.") else "outside"
+        if LAYER.match(f"{module}."):
+            return "layer"
+        return "outside"
 
     def linears(self, verdicts: Mapping[str, Judgement]) -> dict[str, tuple[str, ...]]:
         """Each linear layer of the class -> the stored tensors that its weight is made of."""
@@ -189,7 +194,8 @@ class _Judge:
         if all(verdict.parts != ("",) for verdict in verdicts.values()):
             return {}
         unfold(self.model)
-        parts, renamed = defaultdict[str, list[str]](list), dict[str, str]()
+        parts = defaultdict[str, list[str]](list)
+        renamed: dict[str, str] = {}
         for view_name, part in views(self.model, shapes).items():
             name = _in_layer_of(view_name, part.tensor)
             if part.index is not None:
@@ -204,8 +210,11 @@ class _Judge:
 
 def _in_layer_of(name: str, stored: str) -> str:
     """Give `name` the beginning of the `stored` name, up to the number of the layer: a file has one for all tensors."""
-    layer, stored_layer = LAYER.match(name), LAYER.match(stored)
-    return f"{stored_layer[1]}{name[layer.end(1) :]}" if layer and stored_layer else name
+    layer = LAYER.match(name)
+    stored_layer = LAYER.match(stored)
+    if layer and stored_layer:
+        return f"{stored_layer[1]}{name[layer.end(1) :]}"
+    return name
 
 
 def _heads(model: PreTrainedModel) -> list[nn.Module | None]:

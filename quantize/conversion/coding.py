@@ -27,7 +27,8 @@ Bytes = npt.NDArray[np.uint8]
 #: Values that are encoded and proven at a time: what of them is in FP32 fits into a processor's cache.
 CHUNK = 1 << 17
 #: A code's step in the bits of an FP32 number, and the bits of a factor of 2^8.
-_STEP, _FACTOR = 1 << (23 - E4M3.mantissa_bits), 8 << 23
+_STEP = 1 << (23 - E4M3.mantissa_bits)
+_FACTOR = 8 << 23
 #: The largest magnitude whose step is that of the subnormal codes: the smallest normal code.
 _SMALL = 1 << E4M3.mantissa_bits
 
@@ -87,7 +88,8 @@ def part_scales(name: str, values: torch.Tensor, blocks: bool) -> Float32s:
     else:
         largest = patterns.max(axis=1, keepdims=True)
     if largest.max() >= INFINITY:
-        nan, infinite = int((patterns > INFINITY).sum()), int((patterns == INFINITY).sum())
+        nan = int((patterns > INFINITY).sum())
+        infinite = int((patterns == INFINITY).sum())
         raise refused_values(name, nan, infinite, patterns.size)
     scales: Float32s = np.maximum(scale_of(magnitudes(largest), E4M3), np.float32(SMALLEST_SCALE))
     return scales

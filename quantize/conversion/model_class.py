@@ -32,7 +32,8 @@ _MAPPINGS: tuple[Mapping[str, Any], ...] = (
 #: Fields that say nothing of the model's modules.
 _OTHER_FIELDS = (*QUANTIZATION_KEYS, "auto_map", "transformers_weights", "dtype", "torch_dtype")
 #: Fields that count modules: of layers there are no more than tensors, of all others no more than experts.
-_LAYERS, _MODULES = re.compile(r"layer|depth|block"), re.compile(r"^(num|n)_|experts|codebook")
+_LAYERS = re.compile(r"layer|depth|block")
+_MODULES = re.compile(r"^(num|n)_|experts|codebook")
 #: Methods of transformers.initialization that make building on the meta device quick and safe, where it has them.
 _INITIALIZATION = ("no_init_weights", "meta_device_safe_creation_ops")
 
@@ -97,7 +98,9 @@ def _mapped(model_type: str) -> list[str]:
 
 def _model_class(name: str) -> type[PreTrainedModel] | None:
     kind = getattr(transformers, name, None)
-    return kind if isinstance(kind, type) and issubclass(kind, PreTrainedModel) else None
+    if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
+        return kind
+    return None
 
 
 def _check_counts(config: Mapping[str, Any], tensors: int) -> None:

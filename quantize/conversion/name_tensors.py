@@ -28,7 +28,8 @@ class NamedTensors:
     """Judges the tensors of a checkpoint by their names and shapes."""
 
     def __init__(self, rules: Rules, config: Mapping[str, Any], headers: Mapping[str, StoredTensor]):
-        self.rules, self.headers = rules, headers
+        self.rules = rules
+        self.headers = headers
         fields = [(place.rpartition("\0")[2], value) for place, value in walk(dict(config)) if type(value) is int]
         tables = [header.shape for name, header in headers.items() if self._is_table(name, header)]
         widths = {value for key, value in fields if key in _WIDTHS}
@@ -58,7 +59,8 @@ class NamedTensors:
         """The projections that the rows of each expert in the stack `name` belong to, in equal parts; or the reason why
         it stays whole.
         """
-        leaf, parts = _leaf(name), self.rules.stacks.split.get(_leaf(name))
+        leaf = _leaf(name)
+        parts = self.rules.stacks.split.get(_leaf(name))
         if parts is None or not any(fnmatchcase(name, pattern) for pattern in self.rules.stacks.modules):
             return "a stack of experts that the rule has no modules for"
         if len(parts) > 1 and self.types.intersection(self.rules.stacks.alternating):
@@ -77,11 +79,14 @@ class NamedTensors:
         shape = self.headers[name].shape
         if len(shape) != 3:
             return None
-        rows_are_width, columns_are_width = shape[1] in self.widths, shape[2] in self.widths
+        rows_are_width = shape[1] in self.widths
+        columns_are_width = shape[2] in self.widths
         if rows_are_width == columns_are_width:
             return None
         outputs_are_width = _leaf(name).startswith("down")
-        return "out_in" if rows_are_width == outputs_are_width else "in_out"
+        if rows_are_width == outputs_are_width:
+            return "out_in"
+        return "in_out"
 
     def _linear(self, name: str) -> Linear | None:
         if not name.endswith(WEIGHT) or len(self.headers[name].shape) != 2:

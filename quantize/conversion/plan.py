@@ -95,7 +95,9 @@ class CheckpointPlan:
     @property
     def scheme(self) -> Scheme:
         """The scheme of all modules that are quantized."""
-        return Scheme("block", BLOCK) if self.form == "block" else Scheme("channel", DYNAMIC)
+        if self.form == "block":
+            return Scheme("block", BLOCK)
+        return Scheme("channel", DYNAMIC)
 
     @property
     def quantized(self) -> int:
@@ -143,7 +145,9 @@ class _Planner:
 
     def shard(self, file: Path) -> ShardPlan:
         """Plan the file that is made of `file`."""
-        self._written, copies, matrices = {}, list[Copied](), list[Matrix]()
+        self._written = {}
+        copies: list[Copied] = []
+        matrices: list[Matrix] = []
         for stored_name, stored in read_header(file).items():
             name = self.selection.renamed.get(stored_name, stored_name)
             if stored_name in self.selection.stacks:
@@ -162,7 +166,8 @@ class _Planner:
         count, *sides = stored.shape
         outputs, inputs = reversed(sides) if stack.turned else sides
         parts = len(stack.modules) // count
-        high, size = outputs // parts, value_bits(stored.dtype) // 8
+        high = outputs // parts
+        size = value_bits(stored.dtype) // 8
         for index, module in enumerate(stack.modules):
             expert, place = divmod(index, parts)
             start = stored.start + expert * outputs * inputs * size
@@ -173,8 +178,10 @@ class _Planner:
 
     def _matrix(self, module: str, stored: StoredTensor, start: int, sides: tuple[int, int], stride: int = 0) -> Matrix:
         rows, columns = sides
-        blocks, codec = self.form[0] == "block", CODECS[self.form[1]]
-        codes, scales = f"{module}{WEIGHT}", f"{module}.{codec.weight_scales[0]}"
+        blocks = self.form[0] == "block"
+        codec = CODECS[self.form[1]]
+        codes = f"{module}{WEIGHT}"
+        scales = f"{module}.{codec.weight_scales[0]}"
         self._written[codes] = (CODE_DTYPE, (rows, columns))
         self._written[scales] = ("F32", (-(-rows // SIDE), -(-columns // SIDE)) if blocks else (rows, 1))
         return Matrix(codes, start, stored.dtype, rows, columns, codes, scales, stride)

@@ -77,7 +77,9 @@ def select_tensors(
     judged, why = _ask_class(config, headers)
     candidates = _candidates(rules, config, headers, judged)
     chooser = _Chooser(rules, config, () if mtp else mtp_prefixes(config, headers), skip)
-    unquantized, matrices, stacks = dict[str, str](), list[str](), dict[str, Stack]()
+    unquantized: dict[str, str] = {}
+    matrices: list[str] = []
+    stacks: dict[str, Stack] = {}
     for name, candidate in candidates.items():
         reason = chooser.reason(name, headers[name], candidate)
         if reason is not None:
@@ -177,7 +179,10 @@ class _Chooser:
         text = config.get("text_config")
         parts = [config, text] if isinstance(text, dict) else [config]
         types = {part["model_type"] for part in parts if isinstance(part.get("model_type"), str)}
-        self.least_side, self.drafts, self.skip, self.used = rules.least_side, drafts, skip, set[str]()
+        self.least_side = rules.least_side
+        self.drafts = drafts
+        self.skip = skip
+        self.used = set[str]()
         self.entries = [entry for entry in rules.keep if not entry.model_types or types & {*entry.model_types}]
 
     def reason(self, name: str, header: StoredTensor, candidate: _Candidate) -> str | None:
@@ -195,12 +200,16 @@ class _Chooser:
             if entry.matches(module) or self._stands_there(entry, module, candidate):
                 return entry.reason
         smallest = min(header.shape[-2:])
-        return f"a side of {smallest}, smaller than {self.least_side}" if smallest < self.least_side else None
+        if smallest < self.least_side:
+            return f"a side of {smallest}, smaller than {self.least_side}"
+        return None
 
     def _named_embedding(self, module: str, candidate: _Candidate) -> str | None:
         """The reason of the rule for what is called an embedding, a head or a convolution where no class knows it."""
         other_class = (candidate.reason or "").startswith("a ")
-        return kept_by_name(self.entries, module) if candidate.place is None or other_class else None
+        if candidate.place is None or other_class:
+            return kept_by_name(self.entries, module)
+        return None
 
     def _stands_there(self, entry: Keep, module: str, candidate: _Candidate) -> bool:
         """Tell whether an entry keeps a module for its place."""

@@ -28,13 +28,15 @@ from .name_tensors import WEIGHT
 from .plan import CheckpointPlan, Copied, Matrix, ShardPlan
 
 #: Values of a matrix, and bytes of a tensor that is copied, in one part; blocks may make the least part larger.
-PART_VALUES, PART_BYTES = 1 << 21, 8 << 20
+PART_VALUES = 1 << 21
+PART_BYTES = 8 << 20
 #: The largest error of a code in steps: codes are rounded to nearest.
 HALF_STEP = 0.5
 #: The types that matrices are read in: safetensors' name -> torch's.
 TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 #: The types that are looked through for NaN where a tensor is copied, and the bytes of the widest value of any type.
-FLOATS, WIDEST = {**TYPES, "F64": torch.float64}, 8
+FLOATS = {**TYPES, "F64": torch.float64}
+WIDEST = 8
 #: The largest tensor that is looked through before anything is written, bytes.
 SMALL_BYTES = 1 << 20
 
@@ -116,7 +118,8 @@ def check_small_tensors(plan: CheckpointPlan) -> None:
     for shard in plan.shards:
         with open(shard.source, "rb") as source:
             for copied in shard.copies:
-                start, size = copied.stored.start, copied.stored.nbytes
+                start = copied.stored.start
+                size = copied.stored.nbytes
                 if 0 < size <= SMALL_BYTES and copied.stored.dtype in FLOATS:
                     raw = _read_source(shard.source, source.fileno(), start, size)
                     check_values(copied, torch.from_numpy(raw).view(FLOATS[copied.stored.dtype]))
@@ -147,7 +150,8 @@ def _matrix_part(matrix: Matrix, top: int, bottom: int) -> Part:
                 "half a step is the most",
                 "check this machine's memory, and report it",
             )
-        codes, scales = shard.plan.tensors[matrix.codes], shard.plan.tensors[matrix.scales]
+        codes = shard.plan.tensors[matrix.codes]
+        scales = shard.plan.tensors[matrix.scales]
         first = top // SIDE if shard.blocks else top
         shard.put(coded.codes, codes.start + top * matrix.columns)
         shard.put(coded.scales, scales.start + 4 * first * coded.scales.shape[1])
@@ -160,7 +164,8 @@ def _rows(shard: Shard, matrix: Matrix, top: int, bottom: int) -> torch.Tensor:
     """Read the rows from `top` to `bottom` of `matrix`; of one that is stored [in, out] they are columns."""
     kind = TYPES[matrix.dtype]
     if not matrix.stride:
-        start, size = matrix.start + top * matrix.columns * kind.itemsize, (bottom - top) * matrix.columns
+        start = matrix.start + top * matrix.columns * kind.itemsize
+        size = (bottom - top) * matrix.columns
         return torch.from_numpy(shard.get(start, size * kind.itemsize)).view(kind).reshape(-1, matrix.columns)
     wide = [
         shard.get(matrix.start + (row * matrix.stride + top) * kind.itemsize, (bottom - top) * kind.itemsize)
@@ -174,7 +179,8 @@ def _copied_part(copied: Copied, start: int, end: int) -> Part:
 
     def work(shard: Shard) -> tuple[Errors, int]:
         raw = shard.get(start, end - start)
-        at, content = start - copied.stored.start, raw
+        at = start - copied.stored.start
+        content = raw
         kind = FLOATS.get(copied.stored.dtype)
         if kind is not None:
             values = torch.from_numpy(raw).view(kind)
@@ -197,8 +203,12 @@ class CheckpointWriter:
 
     def __init__(self, plan: CheckpointPlan, directory: Path, threads: int, advance: Callable[[int], None]):
         """Write into `directory`, which exists; `advance` is called with the bytes of the source that are done."""
-        self.plan, self.directory, self.threads, self.advance = plan, directory, threads, advance
-        self.errors, self.checked = Errors(), list[str]()
+        self.plan = plan
+        self.directory = directory
+        self.threads = threads
+        self.advance = advance
+        self.errors = Errors()
+        self.checked = list[str]()
 
     def write(self) -> None:
         """Write or check every file; raises InputError for the disk's errors and for weights that are not finite."""

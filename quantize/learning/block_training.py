@@ -40,7 +40,8 @@ class BlockSchedule:
 
     def order(self, batches: Sequence[int]) -> Iterator[int]:
         """Yield the batch of each step; all batches come by, in another order each time."""
-        draw, left = np.random.default_rng(self.seed), list[int]()
+        draw = np.random.default_rng(self.seed)
+        left = list[int]()
         for _ in range(self.steps):
             left = left or draw.permutation(batches).tolist()
             yield left.pop()
@@ -112,7 +113,8 @@ def learn_block(
         rate = schedule.learning_rate / SMALLER**attempt
         outcome, learned = _attempt(block, batches, replace(schedule, learning_rate=rate), before, tell)
         if outcome.after < result.after:
-            result, codes = outcome, learned
+            result = outcome
+            codes = learned
         if not outcome.worse:
             return replace(result, stopped=outcome.stopped, worse=False), codes
         for layer in learned_layers(block.layer).values():
@@ -131,8 +133,10 @@ def _attempt(
     the losses and the codes of the best moment.
     """
     train, held_out = batches
-    every, codes = math.ceil(schedule.steps / EVALUATIONS), dict[str, Learned]()
-    result, optimizer = BlockResult(before, before, 0), weight_steps(block.layer, schedule.learning_rate)
+    every = math.ceil(schedule.steps / EVALUATIONS)
+    codes = dict[str, Learned]()
+    result = BlockResult(before, before, 0)
+    optimizer = weight_steps(block.layer, schedule.learning_rate)
     size = get_cosine_schedule_with_warmup(optimizer, math.ceil(WARM_UP * schedule.steps), schedule.steps)
     for step, batch in enumerate(schedule.order(train)):
         loss = output_error(block.output(batch), block.target(batch))
@@ -156,7 +160,8 @@ def _attempt(
 @torch.no_grad()
 def held_out_error(block: LearningBlock, batches: Sequence[int]) -> float:
     """The relative error of `block` on `batches`, the mean over their tokens."""
-    total, tokens = 0.0, 0
+    total = 0.0
+    tokens = 0
     for batch in batches:
         target = block.target(batch)
         count = target.shape[:-1].numel()

@@ -98,25 +98,32 @@ class BlockLearning(Chain):
         Raises InputError where the disk has no room, and NoChainError for a model that is no chain of layers.
         """
         super().__init__(source, stored.device, torch.float32, rounded=False)
-        self.stored, self.activations, self.text = stored, activations, text
+        self.stored = stored
+        self.activations = activations
+        self.text = text
         self.done = LearnedBlocks(folder)
-        output, batches = self.layer_output, text.batches
+        output = self.layer_output
+        batches = text.batches
         files = [folder / f"{model}-{parity}" for model in ("float", "learned") for parity in range(2)]
         size = sum(ids.size for ids in batches.values()) * output.width * output.dtype.itemsize
         check_space(folder, files, size, "--stream", "or ask for fewer --samples")
         hidden = [HiddenStates(file, batches, output) for file in files]
-        self.float, self.learned = hidden[:2], hidden[2:]
+        self.float = hidden[:2]
+        self.learned = hidden[2:]
         self.unlearned = [HiddenStates(folder / f"unlearned-{parity}", text.held_out, output) for parity in range(2)]
 
     def run(self, schedule: BlockSchedule, report: Reporter) -> None:
         """Let the layers learn that have not, one after the other."""
-        begun, count = len(self.done.losses), self.layers.count
+        begun = len(self.done.losses)
+        count = self.layers.count
         if begun == count:
             return
         if begun:
             going_on(report, begun + 1, count)
-        calls, remaining = self._calls(), range(begun, count)
-        what, learned = f"Learning {len(remaining)} layers, one by one", list[BlockLoss]()
+        calls = self._calls()
+        remaining = range(begun, count)
+        what = f"Learning {len(remaining)} layers, one by one"
+        learned: list[BlockLoss] = []
 
         def standing() -> str:
             return learned[-1].change if learned else ""
@@ -134,7 +141,8 @@ class BlockLearning(Chain):
         that its layers learned.
         """
         count = self.layers.count
-        sums, tokens = [0.0, 0.0], sum(ids.size for ids in self.text.held_out.values())
+        sums = [0.0, 0.0]
+        tokens = sum(ids.size for ids in self.text.held_out.values())
         with self.behind_layers() as logits, torch.inference_mode():
             for batch, ids in self.text.held_out.items():
                 states = [
@@ -178,7 +186,9 @@ class BlockLearning(Chain):
         """Take the float model past a layer, let the layer of the FP8 model learn, and take that past it too; return
         its losses.
         """
-        layer, before, after = self.layers.modules(self.model)[index], index % 2, (index + 1) % 2
+        layer = self.layers.modules(self.model)[index]
+        before = index % 2
+        after = (index + 1) % 2
 
         def run_layer(states: HiddenStates, batch: int) -> torch.Tensor:
             shape = tuple(states.shapes[batch][:2])
@@ -259,7 +269,8 @@ class LearnedBlocks:
 
     def __init__(self, folder: Path):
         """Use `folder`, which exists."""
-        self.folder, self._progress = folder, folder / "blocks.json"
+        self.folder = folder
+        self._progress = folder / "blocks.json"
 
     @property
     def entered(self) -> bool:
@@ -269,7 +280,9 @@ class LearnedBlocks:
     @property
     def losses(self) -> list[BlockLoss]:
         """The losses of the layers that have learned, in this call and in killed ones before it."""
-        return read_document(self._progress, BlockLosses).blocks if self.entered else []
+        if self.entered:
+            return read_document(self._progress, BlockLosses).blocks
+        return []
 
     def enter(self) -> None:
         """Record that the hidden states that enter the first layer are complete."""

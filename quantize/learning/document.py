@@ -56,7 +56,8 @@ class LearningRecord(Strict):
 
     def outcome(self, unchanged: str, changed: str) -> str:
         """State the outcome in a sentence that ends with `unchanged` where nothing got better, else with `changed`."""
-        begun, best = self.start.kl, self.best
+        begun = self.start.kl
+        best = self.best
         if best.step == 0:
             return (
                 f"nothing better was found in {self.moments[-1].step:,} steps: the held-out KL is {begun:.3e} nats a "

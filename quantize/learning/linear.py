@@ -61,7 +61,9 @@ class StraightThrough(torch.autograd.Function):
         # under the scale of its own token nothing saturates
         dynamic = activation is not None and activation.dynamic
         ctx.save_for_backward(torch.ones_like(x, dtype=torch.bool) if dynamic else x.abs() <= scale * E4M3.max)
-        return code_values(x, scale) * scale if activation is None else gemm_input(x, activation)
+        if activation is None:
+            return code_values(x, scale) * scale
+        return gemm_input(x, activation)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -130,7 +132,9 @@ class LearnedLinear(nn.Module):
         if self.gain is None:
             return self.scale
         learned = self.scale * gathered(self.gain.detach())
-        return learned.bfloat16().float() if self.scale_on_bf16 else learned
+        if self.scale_on_bf16:
+            return learned.bfloat16().float()
+        return learned
 
     def first_weight(self) -> torch.Tensor:
         """The values of the codes that the layer began with, float32 [out, in]."""
@@ -148,9 +152,12 @@ class LearnedLinear(nn.Module):
         """Begin anew with `codes` float8_e4m3fn [out, in] under `scale` float32 [out]; return how many of the codes are
         others than before.
         """
-        codes, scale = codes.to(self.start.device), scale.to(self.start.device)
+        codes = codes.to(self.start.device)
+        scale = scale.to(self.start.device)
         changed = int((codes.float() != self.start.float()).sum())
-        self.start, self.scale = codes, scale[:, None].clone()  # those before may be mapped from a file
+        # those before may be mapped from a file
+        self.start = codes
+        self.scale = scale[:, None].clone()
         self.restore()
         return changed
 
@@ -216,14 +223,15 @@ GAIN_RATE = 0.25
 #: The share of steps in which the learning rate rises.
 WARM_UP = 0.05
 #: A training that made the model worse begins anew, at most so often in all, each time in steps so many times smaller.
-ATTEMPTS, SMALLER = 3, 3.0
+ATTEMPTS = 3
+SMALLER = 3.0
 
 
 def weight_steps(student: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
     """Make the optimizer of the learned layers of `student`, in the weights that they begin with; `learning_rate`: the
     step as a share of the root mean square of a layer's weights.
     """
-    groups = list[dict[str, Any]]()
+    groups: list[dict[str, Any]] = []
     for layer in learned_layers(student).values():
         weight = layer.first_weight()
         groups.append({"params": [layer.weight], "lr": learning_rate * float(weight.square().mean().sqrt())})

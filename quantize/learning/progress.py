@@ -33,7 +33,7 @@ def moments_of(state: TrainerState) -> list[Moment]:
     """The held-out divergence by step, as the Trainer logged it; of a step that it logged twice the first, by which it
     chose the checkpoints that it keeps.
     """
-    scored = dict[int, float]()
+    scored: dict[int, float] = {}
     for line in state.log_history:
         if METRIC in line:
             scored.setdefault(int(line["step"]), float(line[METRIC]))
@@ -45,7 +45,9 @@ class Progress(TrainerCallback):
 
     def __init__(self, advance: Callable[[int], None], scored: Callable[[Moment], None]):
         """Call `advance` with the number of steps since it was called last, and `scored` with each divergence."""
-        self.advance, self.scored, self.step = advance, scored, 0
+        self.advance = advance
+        self.scored = scored
+        self.step = 0
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Tell of the divergence that this evaluation found."""
@@ -100,7 +102,10 @@ class PaceTimer(TrainerCallback):
 
     def __init__(self, tell: Callable[[StepPace], None]):
         """Call `tell` after the second step of this call, or after its only one."""
-        self.tell, self.step, self.begun, self.evaluation = tell, 0, 0.0, math.nan
+        self.tell = tell
+        self.step = 0
+        self.begun = 0.0
+        self.evaluation = math.nan
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Start the clock of the evaluation that comes before the first step."""
@@ -118,7 +123,8 @@ class PaceTimer(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Stop the clock of the step, and tell the pace if this is the step to tell it by."""
-        done, every = state.global_step, int(args.eval_steps or 1)
+        done = state.global_step
+        every = int(args.eval_steps or 1)
         if self.step == TIMED or (self.step < TIMED and done == state.max_steps):
             left = math.ceil(state.max_steps / every) - (done - 1) // every
             seconds = time.perf_counter() - self.begun
@@ -133,7 +139,8 @@ class Watching(TrainerCallback):
 
     def __init__(self, log: tuple[Path, int] | None, loss: Callable[[], float]):
         """Write to the directory of `log`, at every so many steps; None: write nothing. `loss`: of the step's batch."""
-        self.log, self.loss = log, loss
+        self.log = log
+        self.loss = loss
         self.recorder: TrainingRecorder | None = None
 
     def on_train_begin(

@@ -13,12 +13,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor of which this rank may have a part; all ranks call it then."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The part of `tensor` that this rank has, which is a view of it; the tensor itself where it is not shared."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def part_of(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -128,7 +128,10 @@ class DistillationTrainer(Trainer):
         `blame`: names the module that gives the first number that is not finite, of token ids; it ends a sentence.
         """
         super().__init__(**named)
-        self.teacher, self.blame, self.world, self.latest = teacher, blame, world, math.nan
+        self.teacher = teacher
+        self.blame = blame
+        self.world = world
+        self.latest = math.nan
         assert self.model is not None, "a Trainer has its model"
         self.sharded = ShardedModel(self.model) if is_sharded(self.model) else None
 
@@ -154,7 +157,9 @@ class DistillationTrainer(Trainer):
         if not all(finite):  # all ranks look for the module: a sharded model runs on all of them, or on none
             messages = [rank["message"] for rank in self.world.gathered({"message": self._not_finite(ids)})]
             raise LossIsNotFiniteError(messages[finite.index(False)])
-        return (loss, {"loss": loss.detach()[None]}) if return_outputs else loss
+        if return_outputs:
+            return (loss, {"loss": loss.detach()[None]})
+        return loss
 
     def _not_finite(self, ids: torch.Tensor) -> str:
         step = self.state.global_step + 1
@@ -232,7 +237,9 @@ class DistillationTrainer(Trainer):
 
     def _file(self, name: str) -> str:
         """Return the name of the file of this rank that has what is in `name` where one rank has all."""
-        return name if self.sharded is None else f"rank-{self.world.rank}-of-{self.world.size}-{name}"
+        if self.sharded is None:
+            return name
+        return f"rank-{self.world.rank}-of-{self.world.size}-{name}"
 
 
 def steps_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -249,7 +256,8 @@ def steps_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def load_steps(model: torch.nn.Module, file: Path) -> None:
     """Read what `steps_of` has of `model` from the `file` of a checkpoint of the Trainer."""
-    stored, model_tensors = load_file(file), dict(model.named_parameters()) | dict(model.named_buffers())
+    stored = load_file(file)
+    model_tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     with torch.no_grad():
         for name, tensor in stored.items():
             local_part(model_tensors[name]).copy_(tensor)
@@ -273,7 +281,8 @@ def learn(
 
     Raises LossIsNotFiniteError for a NaN or infinite loss; the weights of the best moment are in `student` then.
     """
-    world, student = world or World(), models[1]
+    world = world or World()
+    student = models[1]
     first = {} if learned_layers(student) else {name: tensor.clone() for name, tensor in steps_of(student).items()}
     callbacks = [Progress(listener.advance, listener.scored), PaceTimer(listener.pace), EndWhereItRises()]
     for attempt in range(ATTEMPTS):

@@ -22,7 +22,9 @@ class _Stored(Protocol):
 
 def module_of_tensor(tensor: str, checkpoint: _Stored) -> str | None:
     """Return the module that a tensor of `checkpoint` belongs to; None for another place."""
-    return (tensor.rpartition(".")[0] or None) if tensor in checkpoint.tensors else None
+    if tensor in checkpoint.tensors:
+        return tensor.rpartition(".")[0] or None
+    return None
 
 
 RULES: Ruleset[[Checkpoint]] = Ruleset(module_of_tensor)

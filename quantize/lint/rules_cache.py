@@ -69,7 +69,8 @@ def cache_unread(checkpoint: Checkpoint) -> Broken:
     latents. Scales in fp8q's kv_cache.safetensors are for its own graphs: others keep that cache in the compute type.
     Of layers that stay wide among others in FP8 vLLM is told on its command line alone.
     """
-    known, latent = _attentions(checkpoint), _attentions(checkpoint, (LATENT,))
+    known = _attentions(checkpoint)
+    latent = _attentions(checkpoint, (LATENT,))
     for name, module in checkpoint.cache_scales.items():
         if module in latent:
             yield name, f"is of latent attention, of which servers cache latents ({LATENT}); leave the cache in BF16"

@@ -95,7 +95,9 @@ def _kind(checkpoint: Checkpoint, module: str) -> str:
     codes = checkpoint.codes.get(module)
     if codes is None:
         return checkpoint.tensors[f"{module}.weight"].dtype
-    return f"FP8 with one scale a {codes.granularity}" if codes.granularity else "FP8"
+    if codes.granularity:
+        return f"FP8 with one scale a {codes.granularity}"
+    return "FP8"
 
 
 @checkpoint_rule("C117", "shared-input-scale", "warning")

@@ -60,7 +60,8 @@ def scale_name(checkpoint: Checkpoint) -> Broken:
     compressed-tensors' and ModelOpt's, weight_scale_inv and activation_scale in fp8's. Others are unexpected keys,
     which are passed over.
     """
-    codec, form = checkpoint.codec, checkpoint.declared.form
+    codec = checkpoint.codec
+    form = checkpoint.declared.form
     known = (*codec.weight_scales, *codec.input_scales, *OF_CACHES)
     for name in checkpoint.tensors:
         module, _, last = name.rpartition(".")

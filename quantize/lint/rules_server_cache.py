@@ -38,7 +38,9 @@ PLACE = "leave the cache in BF16 there"
 
 def _scales(served: Served) -> list[str]:
     """The scales of a cache, by name."""
-    return sorted(served.fp8.cache_scales) if served.fp8 else []
+    if served.fp8:
+        return sorted(served.fp8.cache_scales)
+    return []
 
 
 @server_rule(

@@ -102,8 +102,10 @@ def _tensorrt_llm(said: Mapping[str, Any]) -> Broken:
     several = len(dict(groups(said))) > 1
     for name, group in groups(said):
         where = f"{CONFIG} config_groups.{name}"
-        weights, inputs = _part(group, "weights"), _part(group, "input_activations")
-        kind, how = weights.get("strategy"), inputs.get("strategy")
+        weights = _part(group, "weights")
+        inputs = _part(group, "input_activations")
+        kind = weights.get("strategy")
+        how = inputs.get("strategy")
         if weights.get("num_bits") != 8:
             continue
         takes = "channel weights with inputs per token, or blocks with groups of 128"

@@ -222,7 +222,8 @@ def ignore_unmatched(served: Served) -> Broken:
     for a module of another name, which is then quantized, or looked for in codes. Patterns and single words are
     defaults of exporters, and are passed over.
     """
-    stored, source = _modules(served), PatternFile(served.root / CONFIG)
+    stored = _modules(served)
+    source = PatternFile(served.root / CONFIG)
     modules = [*stored, *(vllm_name(served.config, module) for module in stored)]
     parents = {module[: dot.start()] for module in modules for dot in re.finditer(r"\.", module)}
     plain = [entry for entry in _entries(served) if "." in entry and not re.search(r"[*?\[\\^$]|^re:", entry)]
@@ -252,7 +253,8 @@ def ignore_differs(served: Served) -> Broken:
     in_codes = {module.rpartition(".")[2] for module in checkpoint.codes}
     drafts = served.drafts
     for module in _modules(served):
-        last, tensor = module.rpartition(".")[2], checkpoint.tensors[f"{module}.weight"]
+        last = module.rpartition(".")[2]
+        tensor = checkpoint.tensors[f"{module}.weight"]
         served_as = vllm_name(served.config, module) if served.server == "vllm" else module
         if last not in in_codes or (module.startswith(drafts or ("\0",)) and served_as == module):
             continue
@@ -350,6 +352,8 @@ def _leaves_out(served: Served, entry: str, module: str, source: PatternFile) ->
     if served.server == "sglang":
         if served.method == "compressed-tensors":
             newer = served.is_since("0.5.18")
-            return module.endswith(f".{entry}") if newer else entry.lower() in module.lower()
+            if newer:
+                return module.endswith(f".{entry}")
+            return entry.lower() in module.lower()
         return f".{entry.rstrip('.')}." in f".{module}."
     return False

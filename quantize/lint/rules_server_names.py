@@ -20,7 +20,9 @@ AGAIN = "save it again with the names of the original"
 
 
 def _more(names: list[str]) -> str:
-    return f", and {len(names) - 1:,} more" if len(names) > 1 else ""
+    if len(names) > 1:
+        return f", and {len(names) - 1:,} more"
+    return ""
 
 
 @server_rule(

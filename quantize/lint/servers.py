@@ -106,7 +106,9 @@ class Served:
     def architecture(self) -> str:
         """The class that config.json names first; empty where it names none."""
         named = self.config.get("architectures")
-        return str(named[0]) if isinstance(named, list) and named else ""
+        if isinstance(named, list) and named:
+            return str(named[0])
+        return ""
 
 
 @dataclass(frozen=True)

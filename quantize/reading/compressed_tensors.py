@@ -59,7 +59,8 @@ def _group(source: Path, name: str, group: Any) -> SchemeGroup:
         return SchemeGroup(listed_names(group, source, name), usual_scheme(*PRESETS[name.upper()]))
     if not isinstance(group, dict):
         raise InputError(source, f"config_groups.{name} is no object", "copy or download it again")
-    said, activations = group.get("weights"), group.get("input_activations")
+    said = group.get("weights")
+    activations = group.get("input_activations")
     if not isinstance(said, dict) or (str(said.get("type", "int")).lower(), said.get("num_bits", 8)) != ("float", 8):
         raise refused(source, f"the weights of config_groups.{name} are {_kind(said)}", _kind(said))
     size = said.get("group_size")
@@ -80,9 +81,12 @@ def _kind(said: Any) -> str:
     """Name the number format, such as INT4 or NVFP4, that a group declares for its weights."""
     if not isinstance(said, dict):
         return "not quantized"
-    bits, kind = said.get("num_bits", 8), str(said.get("type", "int")).lower()
+    bits = said.get("num_bits", 8)
+    kind = str(said.get("type", "int")).lower()
     if kind == "float" and bits == 4:
-        return "NVFP4" if said.get("group_size") == 16 else "MXFP4"
+        if said.get("group_size") == 16:
+            return "NVFP4"
+        return "MXFP4"
     return f"{'FP' if kind == 'float' else 'INT'}{bits}"
 
 
@@ -93,7 +97,8 @@ def _written(scheme: Scheme, unquantized: Sequence[str]) -> dict[str, object]:
         weights: dict[str, object] = {"strategy": "block", "block_structure": [*BLOCK], "dynamic": False}
         inputs: dict[str, object] = {"strategy": "group", "group_size": BLOCK[1], "dynamic": True}
     else:
-        weights, inputs = {"strategy": "channel", "dynamic": False}, {"strategy": "token", "dynamic": True}
+        weights = {"strategy": "channel", "dynamic": False}
+        inputs = {"strategy": "token", "dynamic": True}
     group = {"targets": ["Linear"], "weights": number | weights, "input_activations": number | inputs}
     return {
         "quant_method": "compressed-tensors",

@@ -67,7 +67,8 @@ class FP8Source:
         """Dequantize the weight `name`: code × scale, float32 in its shape; None for a tensor that is not codes."""
         if name not in self.weights:
             return None
-        codes, scales = self.weights[name], torch.from_numpy(self.checkpoint.scales(self.weights[name]))
+        codes = self.weights[name]
+        scales = torch.from_numpy(self.checkpoint.scales(self.weights[name]))
         values, (rows, columns) = read(name).float(), codes.block or codes.shape
         if columns >= values.shape[1]:  # the scales have one column
             return values.mul_(scales if len(scales) == 1 else scales.repeat_interleave(rows, 0)[: len(values)])
@@ -138,7 +139,9 @@ class InheritedCodes:
 
 def fp8_source(source: Source) -> FP8Source | None:
     """The FP8 checkpoint in `source`; None where it is none."""
-    return source.coding if isinstance(source.coding, FP8Source) else None
+    if isinstance(source.coding, FP8Source):
+        return source.coding
+    return None
 
 
 def recognize(
@@ -164,7 +167,8 @@ def recognize(
     changed = next((remark for remark in declared.remarks if remark.effect == "changes"), None)
     if changed is not None:
         raise InputError(declared.source, f"has {changed}, which fp8q does not compute", ORIGINAL)
-    files, tensors = {header.file for header in headers.values()}, dict(headers)
+    files = {header.file for header in headers.values()}
+    tensors = dict(headers)
     other_files = [path / name for name in (MODELOPT_FILE, EXPERT_FILE, CACHE_FILE) if (path / name).is_file()]
     for file in other_files:
         if file.name != MODELOPT_FILE and file not in files:

@@ -35,7 +35,8 @@ def _declared(source: Path, said: dict[str, Any]) -> DeclaredQuantization:
     inputs: Inputs = "static" if activation == "static" else "dynamic"
     scheme = DeclaredScheme("block" if block else "tensor", inputs, block)
     cache = bool(said.get("kv_cache_scheme") or said.get("kv_cache_quant_algo"))
-    groups, assumed = (SchemeGroup((".*",), scheme),), "weight_block_size" not in said
+    groups = (SchemeGroup((".*",), scheme),)
+    assumed = "weight_block_size" not in said
     remarks = field_remarks("fp8", said)
     return DeclaredQuantization(source, "fp8", groups, names, cache, remarks=remarks, block_assumed=assumed)
 

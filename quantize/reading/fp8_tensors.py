@@ -93,13 +93,15 @@ class Checkpoint:
         return tensor.dtype == CODES and len(tensor.shape) >= 2 and not name.rpartition(".")[2].endswith("scale")
 
     def _codes(self, module: str, weight: str) -> Codes:
-        shape, dot = self.tensors[weight].shape, "." if weight != module else "_"
+        shape = self.tensors[weight].shape
+        dot = "." if weight != module else "_"
 
         def first(names: tuple[str, ...]) -> str | None:
             endings = [name if dot == "." else name.removeprefix("weight_") for name in names]
             return next((scale for end in endings if (scale := f"{module}{dot}{end}") in self.tensors), None)
 
-        scale, scheme = first(self.codec.weight_scales), self.declared.scheme(module)
+        scale = first(self.codec.weight_scales)
+        scheme = self.declared.scheme(module)
         one_scale = scale is not None and prod(self.tensors[scale].shape) == 1 and not scale.endswith("_inv")
         if one_scale and scheme is not None and self.declared.block_assumed:
             scheme = replace(scheme, weights="tensor", block=None)  # as AutoFP8 writes it, and vLLM reads it
@@ -162,7 +164,8 @@ class Checkpoint:
 
     def same_bytes(self, one: str, other: str) -> bool:
         """Tell whether two tensors are of one type and shape, and have the same bytes."""
-        first, second = self.tensors[one], self.tensors[other]
+        first = self.tensors[one]
+        second = self.tensors[other]
         alike = (first.dtype, first.shape) == (second.dtype, second.shape)
         return alike and np.array_equal(self._read(first, np.uint8), self._read(second, np.uint8))
 
@@ -261,7 +264,8 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
 def sound_tensors(file: Path, problems: list[tuple[str, str]]) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the tensors of a file up to the first that does not lie within it, which is added to `problems`."""
     try:
-        header, size = read_header(file), file.stat().st_size
+        header = read_header(file)
+        size = file.stat().st_size
     except InputError as error:
         problems.append((file.name, error.fault))
         return

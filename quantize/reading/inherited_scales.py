@@ -56,7 +56,8 @@ def check_inherit(source: Source, modules: Iterable[str], attentions: Iterable[s
                 f"{source.name} has no scale of the cache of {name}",
                 "leave --kv-cache out, or --inherit, and it is measured",
             )
-        scales, heads = fp8.cache_scales[name], attention_heads(source.text_config)[name[-1]]
+        scales = fp8.cache_scales[name]
+        heads = attention_heads(source.text_config)[name[-1]]
         stored = "head" if scales.ndim > 1 else "tensor"
         if stored == "head" and len(scales) != heads:
             raise InputError(
@@ -76,7 +77,8 @@ def check_inherit(source: Source, modules: Iterable[str], attentions: Iterable[s
 def inherited_scales(source: Source, statistics: Statistics, gemms: ModelGemms, options: ScaleOptions) -> Scales:
     """Take the scales of `source` for every tensor in `gemms`; the weights' scales follow when they are written."""
     chosen, skipped = select(gemms, options.skip, options.only)
-    parts, in_bf16 = CACHE_PARTS[options.kv_cache], bf16_attentions(options.kv_skip, attentions_of(statistics))
+    parts = CACHE_PARTS[options.kv_cache]
+    in_bf16 = bf16_attentions(options.kv_skip, attentions_of(statistics))
     activations, without_scale = inherited_activations(source, statistics, chosen)
     codes, left = split_by_layer(inherited_cache(source, statistics, parts), in_bf16)
     return Scales(weights={}, activations=activations, kv_cache=codes, wide_cache=left, skipped=skipped | without_scale)
@@ -86,7 +88,8 @@ def inherited_activations(
     source: Source, statistics: Statistics, modules: Sequence[str]
 ) -> tuple[dict[str, TensorScale], dict[str, Skipped]]:
     """The inherited input scales of `modules`, and the modules whose input, as measured, can have no scale."""
-    fp8, first = source_to_inherit(source), group_of(statistics.record.groups)
+    fp8 = source_to_inherit(source)
+    first = group_of(statistics.record.groups)
     stored = {module: fp8.input_scale(source.stored(f"{module}.weight")) or 0.0 for module in modules}
     experts = {name for layer in coverage(statistics) for name in layer.gemms}
     largest: dict[str, float] = {}

@@ -35,7 +35,8 @@ class Matcher:
 
         Raises InputError for an expression that does not compile, or that might take forever to match.
         """
-        self.text, self.form = text, form
+        self.text = text
+        self.form = form
         expression = text.removeprefix("re:") if form == "compressed-tensors" else text
         is_expression = form == "fp8" or expression != text
         self.is_class = not is_expression and text.isidentifier() and text[:1].isupper()
@@ -56,7 +57,8 @@ class Matcher:
         return self.expression.matches(module) or (self.form == "fp8" and module.endswith(self.text))
 
 
-CONFIG, MODELOPT_CONFIG = "config.json", "hf_quant_config.json"
+CONFIG = "config.json"
+MODELOPT_CONFIG = "hf_quant_config.json"
 #: Inputs have one scale in the checkpoint, a scale that is computed at run time, or are not quantized.
 Inputs = Literal["static", "dynamic", "none"]
 #: The forms that are read, for error messages.

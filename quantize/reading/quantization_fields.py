@@ -67,7 +67,9 @@ def online_transforms(said: Mapping[str, Any]) -> dict[str, list[str]]:
     config = said.get("transform_config")
     schemes = config.get("config_groups") if isinstance(config, dict) else None
     if not isinstance(schemes, dict):
-        return {"transform_config": ["unreadable"]} if config else {}
+        if config:
+            return {"transform_config": ["unreadable"]}
+        return {}
     places: dict[str, list[str]] = {}
     for name, scheme in schemes.items():
         applied = scheme.get("apply") if isinstance(scheme, dict) else None
@@ -80,20 +82,28 @@ def online_transforms(said: Mapping[str, Any]) -> dict[str, list[str]]:
 def _transforms(value: Any) -> str | None:
     online = online_transforms({"transform_config": value})
     listed = "; ".join(f"{name} at {', '.join(dict.fromkeys(places))}" for name, places in online.items())
-    return f"transforms while the model runs: {listed}" if online else None
+    if online:
+        return f"transforms while the model runs: {listed}"
+    return None
 
 
 def _sparse(value: Any) -> str | None:
     form = value.get("format") if isinstance(value, dict) else value
-    return None if form in (None, "dense") else f"weights stored as {form}"
+    if form in (None, "dense"):
+        return None
+    return f"weights stored as {form}"
 
 
 def _ordered(value: Any) -> str | None:
-    return "columns in another order" if str(value).lower() in ("group", "dynamic", "true") else None
+    if str(value).lower() in ("group", "dynamic", "true"):
+        return "columns in another order"
+    return None
 
 
 def _asymmetric(value: Any) -> str | None:
-    return "values beside a zero point" if value is False else None
+    if value is False:
+        return "values beside a zero point"
+    return None
 
 
 def _unless(*usual: Any, what: str) -> Callable[[Any], str | None]:

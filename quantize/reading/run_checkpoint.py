@@ -41,12 +41,16 @@ FP8Q_POSITIONS = "positions"
 
 def checkpoint_of(run: Run, precision: str) -> Path:
     """The folder of the weights in `precision`, and of the graphs that read them: `model/` for fp8."""
-    return run.model if precision == "fp8" else run.baselines / precision
+    if precision == "fp8":
+        return run.model
+    return run.baselines / precision
 
 
 def adapter_directory(run: Run, name: str) -> Path:
     """The directory of the adapter called `name`: the one that was learned on the checkpoint, or one within it."""
-    return run.adapter if name == LEARNED else run.model / ADAPTERS / name
+    if name == LEARNED:
+        return run.adapter
+    return run.model / ADAPTERS / name
 
 
 class Index(BaseModel):
@@ -84,13 +88,17 @@ def in_files(module: str, patterns: Mapping[str, str]) -> str:
     """The name of `module` in the files, by `patterns` of `patterns_of`."""
     under = patterns.get(name_pattern(module))
     numbers = iter(NUMBER.findall(module))
-    return re.sub(r"\{\}", lambda _: next(numbers), under) if under else module
+    if under:
+        return re.sub(r"\{\}", lambda _: next(numbers), under)
+    return module
 
 
 def stored_patterns(directory: Path) -> dict[str, str]:
     """Read the name patterns in config.json of the checkpoint in `directory`; InputError where it does not parse."""
     path = directory / "config.json"
-    return read_document(path, Configured).fp8q.stored if path.is_file() else {}
+    if path.is_file():
+        return read_document(path, Configured).fp8q.stored
+    return {}
 
 
 def _as_many_numbers(patterns: dict[str, str]) -> dict[str, str]:
@@ -127,8 +135,9 @@ def stored_arrays(directory: Path, names: Collection[str]) -> dict[str, npt.NDAr
     Raises InputError where the index does not read or has no such scale, OSError or SafetensorError where a file is
     missing or damaged.
     """
-    files, patterns = tensor_files(directory), stored_patterns(directory)
-    stored = dict[str, str]()
+    files = tensor_files(directory)
+    patterns = stored_patterns(directory)
+    stored: dict[str, str] = {}
     for name in names:
         module, _, part = name.rpartition(".")
         stored[name] = f"{in_files(module, patterns)}.{part}"

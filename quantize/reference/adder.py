@@ -33,10 +33,13 @@ import torch
 from ...options import Accumulator
 
 #: Fraction bits of FP32 and of the tensor core's accumulator, and the bias of FP32's exponent.
-FP32_BITS, ACCUMULATOR_BITS, BIAS = 23, 13, 127
+FP32_BITS = 23
+ACCUMULATOR_BITS = 13
+BIAS = 127
 LEAST_EXPONENT = -6
 #: The exponent of a zero code, which is never the largest, even doubled, in int8; and the least exponent of a sum.
-NO_EXPONENT, OF_NOTHING = -60, -64
+NO_EXPONENT = -60
+OF_NOTHING = -64
 #: Rows and outputs that are added at a time, so that 32 products of each fit into the processor's cache.
 TILE = (64, 256)
 
@@ -70,7 +73,8 @@ def add_in(x: torch.Tensor, weight: torch.Tensor, adder: Adder) -> torch.Tensor:
     x, weight = (torch.nn.functional.pad(codes.float(), filling) for codes in (x, weight))
     total = torch.empty(len(x), len(weight), device=x.device)
     for row, out in product(range(0, len(x), TILE[0]), range(0, len(weight), TILE[1])):
-        rows, outs = slice(row, row + TILE[0]), slice(out, out + TILE[1])
+        rows = slice(row, row + TILE[0])
+        outs = slice(out, out + TILE[1])
         used = _used(x[rows], adder)
         total[rows, outs] = _tile(x[rows, :used].t().contiguous(), weight[outs, :used].t().contiguous(), adder)
     return total
@@ -81,7 +85,9 @@ def _used(x: torch.Tensor, adder: Adder) -> int:
     that come later, whose probabilities are half of all.
     """
     last = x.any(0).nonzero()
-    return 0 if not len(last) else -(-(int(last[-1]) + 1) // adder.block) * adder.block
+    if not len(last):
+        return 0
+    return -(-(int(last[-1]) + 1) // adder.block) * adder.block
 
 
 def _tile(x: torch.Tensor, weight: torch.Tensor, adder: Adder) -> torch.Tensor:
@@ -91,7 +97,8 @@ def _tile(x: torch.Tensor, weight: torch.Tensor, adder: Adder) -> torch.Tensor:
     """
     exponents = _exponents(x), _exponents(weight)
     size = (x.shape[1], weight.shape[1])
-    total, sum_ = torch.zeros(size, device=x.device), torch.zeros(size, device=x.device)
+    total = torch.zeros(size, device=x.device)
+    sum_ = torch.zeros(size, device=x.device)
     products = torch.empty(adder.block, *size, device=x.device)
     product_exponents = torch.empty(adder.block, *size, device=x.device, dtype=torch.int8)
     for start in range(0, len(x), adder.block):
@@ -100,7 +107,8 @@ def _tile(x: torch.Tensor, weight: torch.Tensor, adder: Adder) -> torch.Tensor:
         torch.add(exponents[0][block, :, None], exponents[1][block, None, :], out=product_exponents)
         sum_ = _instruction(products, product_exponents.amax(0), sum_)
         if adder.promotion and (start + adder.block) % adder.promotion == 0:
-            total, sum_ = total + sum_, torch.zeros_like(sum_)
+            total = total + sum_
+            sum_ = torch.zeros_like(sum_)
     return total + sum_
 
 
@@ -131,7 +139,8 @@ def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 
 def seconds_per_multiply_add(accumulator: Accumulator, device: str) -> float:
     """Measure the seconds that adding one product takes on `device`: two million are timed."""
-    x, weight = torch.ones(32, 256, device=device), torch.ones(256, 256, device=device)
+    x = torch.ones(32, 256, device=device)
+    weight = torch.ones(256, 256, device=device)
     best = float("inf")
     for _ in range(3):  # the first is slower
         start = time.perf_counter()

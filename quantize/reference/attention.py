@@ -116,8 +116,10 @@ def attention_on_codes(
     `attention_mask` is added to the scores, after they are capped where `options` have a `softcap`.
     """
     scales: dict[str, torch.Tensor] = vars(module)["fp8q_scales"]
-    repeats, step = query.shape[1] // key.shape[1], query.shape[2] == 1
-    two, accumulator = vars(module)["fp8q_two_terms"], vars(module).get("fp8q_accumulator", "fp32")
+    repeats = query.shape[1] // key.shape[1]
+    step = query.shape[2] == 1
+    two = vars(module)["fp8q_two_terms"]
+    accumulator = vars(module).get("fp8q_accumulator", "fp32")
     k, v = (
         (x.float() if step else code_values(x, scales[part])).repeat_interleave(repeats, dim=1)
         for part, x in (("k", key), ("v", value))

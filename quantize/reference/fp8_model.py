@@ -89,7 +89,9 @@ class Reference:
 
     def new_cache(self) -> DynamicCache:
         """An empty KV cache in the type that the model is served with."""
-        return fp8_cache(self.cache_scales, self.model) if self.cache_scales else new_cache(self.model)
+        if self.cache_scales:
+            return fp8_cache(self.cache_scales, self.model)
+        return new_cache(self.model)
 
     @property
     def tail(self) -> int:
@@ -110,7 +112,8 @@ class Reference:
         """Take one code for each activation from now on, as servers do that know no second ones."""
         for layer in self.model.modules():
             if isinstance(layer, FP8Linear):
-                layer.terms, layer.tail = min(layer.terms, 1), None
+                layer.terms = min(layer.terms, 1)
+                layer.tail = None
 
     def sum_in(self, accumulator: Accumulator) -> None:
         """Sum products of codes as `accumulator` has it from now on: those of all layers that compute in the mode
@@ -143,9 +146,13 @@ class StoredCodes:
 
     def __init__(self, directory: Path, config: PreTrainedConfig, model: PreTrainedModel, mode: Mode, device: str):
         """Open the checkpoint in `directory`, whose `config` makes `model`; layers compute on `device` in `mode`."""
-        self.model, self.config, self.mode, self.device = model, config, mode, device
+        self.model = model
+        self.config = config
+        self.mode = mode
+        self.device = device
         fields = getattr(config, FP8Q_CONFIG, {})
-        self.forms, self.bf16_cache = forms_in(fields), frozenset(bf16_caches_in(fields))
+        self.forms = forms_in(fields)
+        self.bf16_cache = frozenset(bf16_caches_in(fields))
         self.call = CallPositions()
         self.where = tensor_files(directory)
         self._shards = {file: safe_open(directory / file, "pt") for file in set(self.where.values())}
@@ -210,7 +217,8 @@ class StoredCodes:
         channels, which are equal where the files have one for all.
         """
         axis = output_channel_axis(self.model.get_submodule(module))
-        codes, scale = self.read(f"{module}.weight").movedim(axis, 0).contiguous(), self.read(f"{module}.weight_scale")
+        codes = self.read(f"{module}.weight").movedim(axis, 0).contiguous()
+        scale = self.read(f"{module}.weight_scale")
         return codes, scale.flatten().expand(len(codes)).contiguous()
 
     def layer(self, module: str) -> FP8Linear:

@@ -41,7 +41,9 @@ class CallForms:
         """Wrap the model's forward pass. `as_served`: the tokens of a call without a cache that are a prompt; None:
         all.
         """
-        self.reference, self.as_served, self.forward = reference, as_served, reference.model.forward
+        self.reference = reference
+        self.as_served = as_served
+        self.forward = reference.model.forward
         update_wrapper(self, self.forward)  # transformers and PEFT read its parameters
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -51,9 +53,11 @@ class CallForms:
         is padding.
         """
         begin_call(self.reference.call, self.reference.model, arguments, named)
-        call, named = self.reference.call, inspect.signature(self.forward).bind_partial(*arguments, **named).arguments
+        call = self.reference.call
+        named = inspect.signature(self.forward).bind_partial(*arguments, **named).arguments
         named |= named.pop("kwargs", {})
-        cache, call.decoded = named.get("past_key_values"), 0
+        cache = named.get("past_key_values")
+        call.decoded = 0
         if cache is None and self.as_served is not None:
             call.decoded = max(call.positions - self.as_served, 0)
         elif self.reference.tail:
@@ -132,7 +136,8 @@ class LinearOnCodes(nn.Linear):
         """Hold `layer`; `dtype`: of the numbers that it is called with."""
         nn.Module.__init__(self)  # and not Linear's own, which makes a weight
         self.out_features, self.in_features = layer.codes.shape
-        self.layer, self.dtype = layer, dtype
+        self.layer = layer
+        self.dtype = dtype
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]

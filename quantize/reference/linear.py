@@ -102,7 +102,8 @@ class FP8Linear(nn.Module):
         `run_time_scales` are.
         """
         super().__init__()
-        self.mode, self.terms = mode, terms if input_scale is not None else 0
+        self.mode = mode
+        self.terms = terms if input_scale is not None else 0
         self.run_time_scales: Callable[[torch.Tensor], torch.Tensor] | None = None  # the input takes one code a value
         self.tail: Tail | None = None
         self.accumulator: Accumulator | None = None

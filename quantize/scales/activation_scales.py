@@ -107,7 +107,8 @@ def _clip_and_scale(
             "choose another method",
         )
     if scale_of(clip, format) < SMALLEST_SCALE:
-        method, clip = f"amax ({method} gave {clip:.3g})", histogram.amax
+        method = f"amax ({method} gave {clip:.3g})"
+        clip = histogram.amax
     scale = float(scale_with_margin(clip, clipping, format))
     powers = powers_alone(format, clipping.scale_grid)
     return method, scale * format.clip if powers else float(np.ldexp(clip, clipping.margin)), scale

@@ -83,7 +83,8 @@ def squared_error(histogram: Histogram, format: Grid, scales: npt.ArrayLike) -> 
 
 def _error_by_value(histogram: Histogram, format: Grid, scales: npt.NDArray[np.float32]) -> Float64s:
     values, counts = histogram.finite
-    x, n = values.astype(np.float64), counts.astype(np.float64)
+    x = values.astype(np.float64)
+    n = counts.astype(np.float64)
     return np.array([(((x - format.round(values / s) * np.float64(s)) ** 2) * n).sum() for s in scales])
 
 
@@ -98,13 +99,15 @@ def entropy(histogram: Histogram, format: Grid, scales: npt.ArrayLike) -> Float6
     in it. KL = Σ P ln(P / Q), both normalized; infinite where every value lies beyond the clip.
     """
     counts = _finite_counts(histogram)
-    total, occurs = counts.sum(), (counts > 0).astype(np.float64)
+    total = counts.sum()
+    occurs = (counts > 0).astype(np.float64)
     s = np.asarray(scales, np.float32).reshape(-1, 1)
     inside = np.searchsorted(_MAGNITUDES, s[:, 0].astype(np.float64) * format.max, side="right")
     cuts = np.minimum(_cuts(s, format), inside[:, None])
     n, k, n_log_n = _cell_sums((counts, occurs, counts * _log(counts)), cuts, inside)
     clipped_total = n.sum(axis=1)
-    some, beyond = clipped_total > 0, total - clipped_total
+    some = clipped_total > 0
+    beyond = total - clipped_total
     q = _log(n) - _log(k) - _log(clipped_total)[:, None]  # log Q of each pattern of the cell
     last = np.maximum.accumulate(np.where(counts > 0, np.arange(INFINITY), 0))[inside - 1]
     at_last = counts[last]
@@ -168,12 +171,16 @@ def sqnr_db(histogram: Histogram, format: Grid, scale: float) -> float | None:
 
 def ratio_db(signal: float, noise: float) -> float | None:
     """The ratio of two sums of squares in dB; None where there is no noise, or no signal that it could disturb."""
-    return 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None
+    if signal > 0 and noise > 0:
+        return 10 * math.log10(signal / noise)
+    return None
 
 
 def lost_share(decibels: float | None) -> float:
     """The share of the energy that is lost at an SQNR of `decibels`; 0 for None, where nothing is lost."""
-    return 0.0 if decibels is None else 10 ** (-decibels / 10)
+    if decibels is None:
+        return 0.0
+    return 10 ** (-decibels / 10)
 
 
 def saturation(histogram: Histogram, format: Grid, scale: float) -> float:
@@ -218,7 +225,8 @@ def clip_mse(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
 def _error_beyond(histogram: Histogram, clips: Float64s) -> Float64s:
     """Sum (value - clip)² over the values beyond each of `clips`, float64 [clips]."""
     values, counts = histogram.finite
-    x, n = values.astype(np.float64), counts.astype(np.float64)
+    x = values.astype(np.float64)
+    n = counts.astype(np.float64)
     suffix = np.zeros((3, len(x) + 1))
     suffix[:, :-1] = np.cumsum(np.stack([n, n * x, n * x * x])[:, ::-1], axis=1)[:, ::-1]
     n_beyond, a_beyond, b_beyond = suffix[:, np.searchsorted(x, clips, side="right")]
@@ -245,10 +253,8 @@ def candidate_scales(amax: float, format: Grid) -> npt.NDArray[np.float32]:
     if format.power_of_two:
         top = min(top, int(LARGEST_POWER.view(np.uint32) >> 16))
         return magnitudes(np.arange(top, max(top - 128 * CLIP_OCTAVES, 0x80) - 1, -128))
-    below, above = (
-        np.arange(top, max(top - 128 * CLIP_OCTAVES, 0x80) - 1, -1),
-        np.arange(top + 1, min(top + 128, INFINITY)),
-    )
+    below = np.arange(top, max(top - 128 * CLIP_OCTAVES, 0x80) - 1, -1)
+    above = np.arange(top + 1, min(top + 128, INFINITY))
     return magnitudes(np.concatenate([below, above]))
 
 
@@ -274,7 +280,9 @@ def scale_of(clip: npt.ArrayLike, format: Grid, grid: ScaleGrid = "bf16") -> npt
     under no other scale.
     """
     quotient = np.asarray(clip, np.float32) / np.float32(format.clip)
-    return power_of_two_ceil(quotient) if powers_alone(format, grid) else bf16_ceil(quotient)
+    if powers_alone(format, grid):
+        return power_of_two_ceil(quotient)
+    return bf16_ceil(quotient)
 
 
 def powers_alone(format: Grid, grid: ScaleGrid) -> bool:

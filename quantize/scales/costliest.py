@@ -54,7 +54,8 @@ def costliest_weights(
     for all weights in FP8; `share`: the most bytes that BF16 may add, of the bytes of all weights in FP8; `experts`:
     the names of the modules that hold the experts of a layer.
     """
-    total, inside = sum(numbers.values()), tuple(f"{layer}." for layer in experts)
+    total = sum(numbers.values())
+    inside = tuple(f"{layer}." for layer in experts)
     candidates = [
         CostlyWeights(
             modules=[*family],
@@ -64,7 +65,8 @@ def costliest_weights(
         for family in families
         if not any(module.startswith(inside) for module in family)
     ]
-    left, chosen = share, list[CostlyWeights]()
+    left = share
+    chosen: list[CostlyWeights] = []
     for weights in sorted(candidates, key=lambda one: -one.kl_nats / one.bytes_share):
         if weights.kl_nats > 0 and weights.bytes_share <= left:
             left -= weights.bytes_share

@@ -88,7 +88,9 @@ class WeightScales(Lossy):
     @property
     def stored(self) -> int:
         """The number of scales in the checkpoint."""
-        return 1 if self.granularity == "tensor" else self.blocks or self.channels
+        if self.granularity == "tensor":
+            return 1
+        return self.blocks or self.channels
 
 
 #: Flag of a `dynamic` scale -> the form that it stands for; without one each token has a scale.
@@ -155,7 +157,9 @@ class TensorScale(Lossy):
         """The form of the input of which this is the scale."""
         if self.dynamic:
             return run_time_form(self)
-        return Form("tail", self.tail) if self.tail is not None else ONE if self.terms == 1 else TWO
+        if self.tail is not None:
+            return Form("tail", self.tail)
+        return ONE if self.terms == 1 else TWO
 
     @property
     def fits_fp16(self) -> bool:
@@ -274,8 +278,11 @@ class Scales(Strict):
     @property
     def cache_left(self) -> str:
         """State the layers that an FP8 cache leaves out, as the end of a sentence; empty where there are none."""
-        left, coded = self.bf16_caches, {name.rpartition(".")[0] for name in self.kv_cache}
-        return f", {len(left)} of {len(coded.union(left))} layers left in BF16" if left else ""
+        left = self.bf16_caches
+        coded = {name.rpartition(".")[0] for name in self.kv_cache}
+        if left:
+            return f", {len(left)} of {len(coded.union(left))} layers left in BF16"
+        return ""
 
 
 class AttentionScales(Strict):
@@ -297,7 +304,8 @@ def load_scales(run: Run) -> Scales:
 def read_scales(path: Path) -> Scales:
     """Read the `scales.json` at `path`; raises InputError where it lacks a module's weight or input."""
     scales = read_document(path, Scales)
-    weights, inputs = set(scales.weights), set(scales.modules)
+    weights = set(scales.weights)
+    inputs = set(scales.modules)
     if alone := min(weights - inputs, default=None):
         raise InputError(path, f"has {alone} in weights, and neither in activations nor in bf16_inputs", RESTORE)
     if alone := min(inputs - weights, default=None):

@@ -87,7 +87,9 @@ def wanted_tokens(widths: Mapping[str, int]) -> WantedTokens | None:
     """
     dense = {module: width for module, width in widths.items() if ".experts." not in module}
     widest = max(dense, key=lambda module: dense[module], default=None)
-    return None if widest is None else WantedTokens(widest, dense[widest])
+    if widest is None:
+        return None
+    return WantedTokens(widest, dense[widest])
 
 
 def few_tokens_note(gemms: ModelGemms, options: ScaleOptions, windows: int, seq_len: int) -> str | None:
@@ -102,7 +104,9 @@ def few_tokens_note(gemms: ModelGemms, options: ScaleOptions, windows: int, seq_
     }
     wanted = wanted_tokens(coded)
     few = wanted and wanted.few(windows, seq_len)
-    return f"--weight-rounding {options.weight_rounding}: {few}" if few else None
+    if few:
+        return f"--weight-rounding {options.weight_rounding}: {few}"
+    return None
 
 
 def select(gemms: ModelGemms, skip: Sequence[str], only: Sequence[str] = ()) -> tuple[list[str], dict[str, Skipped]]:
@@ -174,7 +178,8 @@ def module_forms(
     The last rule that matches a module counts, and takes with it all modules of its group. `groups`: modules that
     receive the same tensor. Raises InputError for a pattern that matches no quantized module.
     """
-    sharing, forms = [*groups], dict[str, Form]()
+    sharing = [*groups]
+    forms: dict[str, Form] = {}
     for rule in options.form_rules:
         named = rule_modules(rule, gemms, chosen)
         forms |= dict.fromkeys(named if rule.every else complete_groups(named, sharing), rule.form)
@@ -222,8 +227,10 @@ def check_tail_length(options: ScaleOptions, positions: int | None) -> None:
 def choose_scales(source: Source, statistics: Statistics, gemms: ModelGemms, options: ScaleOptions) -> Scales:
     """Decide the scale and precision of every tensor in `gemms`; the weights' scales follow when they are written."""
     chosen, skipped = select(gemms, options.skip, options.only)
-    parts, in_bf16 = CACHE_PARTS[options.kv_cache], bf16_attentions(options.kv_skip, attentions_of(statistics))
-    groups, few = statistics.record.groups.values(), starved(statistics, options.min_expert_tokens)
+    parts = CACHE_PARTS[options.kv_cache]
+    in_bf16 = bf16_attentions(options.kv_skip, attentions_of(statistics))
+    groups = statistics.record.groups.values()
+    few = starved(statistics, options.min_expert_tokens)
     forms = module_forms(options, gemms, chosen, groups)
     coded = {module: form for module, form in forms.items() if form != BF16}
     activations, unfit = activation_scales(statistics, coded, options.clip, forms=coded, starved=few)

@@ -23,7 +23,8 @@ from ...options import AT_RUN_TIME, BF16, ONE, TWO, Form
 Granularity = Literal["tensor", "channel", "block"]
 #: The field of config.json for the layers that an FP8 cache leaves out.
 BF16_CACHE = "wide_cache"
-_TWO_CODES, _TAILS = "two_terms", "tails"
+_TWO_CODES = "two_terms"
+_TAILS = "tails"
 #: The lists of modules in one form each.
 _LISTS = {f"{form}_inputs": form for form in (*AT_RUN_TIME, BF16)}
 
@@ -82,8 +83,12 @@ def forms_in(fields: object) -> dict[str, Form]:
 
 def bf16_caches_in(fields: object) -> list[str]:
     """Read the attention modules whose cache stays in BF16 from the field `fp8q` of config.json."""
-    return _names(fields.get(BF16_CACHE)) if isinstance(fields, dict) else []
+    if isinstance(fields, dict):
+        return _names(fields.get(BF16_CACHE))
+    return []
 
 
 def _names(value: object) -> list[str]:
-    return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
+    if isinstance(value, list):
+        return [name for name in value if isinstance(name, str)]
+    return []

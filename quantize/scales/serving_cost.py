@@ -14,7 +14,8 @@ from ...options import BF16, Form
 from .decisions import Scales
 
 #: Bytes of a value that is no code, and of a weight's or channel's scale.
-BF16_BYTES, SCALE_BYTES = 2, 4
+BF16_BYTES = 2
+SCALE_BYTES = 4
 #: The cost of a multiplication in BF16, where one of FP8 codes costs 1.
 BF16_OPERATIONS = 2
 #: The tokens of the prompt that operations are counted for, where they depend on its length.
@@ -46,7 +47,9 @@ def prompt_operations(form: Form) -> float:
     """
     if form == BF16:
         return BF16_OPERATIONS
-    return form.terms if form.tail is None else 1 + min(form.tail, PROMPT) / PROMPT
+    if form.tail is None:
+        return form.terms
+    return 1 + min(form.tail, PROMPT) / PROMPT
 
 
 def largest_batch(memory: int, held: int, sequence: int) -> int:

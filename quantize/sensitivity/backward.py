@@ -72,7 +72,8 @@ class Backward(Chain):
         with self.refused():
             super().__init__(source, device, torch.float32, rounded=False)
             self.ends()
-        self.batches, self.folder = batches, folder
+        self.batches = batches
+        self.folder = folder
         files = [*map(self._entering_file, range(self.layers.count + 1)), *map(self._gradient_file, range(2))]
         size = sum(ids.size for ids in batches.values()) * self.layer_output.width * self.layer_output.dtype.itemsize
         check_space(folder, files, size, option, remedy)
@@ -102,7 +103,8 @@ class Backward(Chain):
 
     def run(self, report: Reporter, what: str) -> None:
         """Do the steps that are not done; `what`: the work in words, for the progress bar."""
-        calls, done = self._calls(), self.results.steps
+        calls = self._calls()
+        done = self.results.steps
         steps = self._steps(calls)
         if done:
             going_on(report, self._layer(done), self.layers.count)
@@ -128,7 +130,9 @@ class Backward(Chain):
     def _layer(self, step: int) -> int:
         """The number of the layer that a step is at, from 1; the head is with the last."""
         count = self.layers.count
-        return min(step, count) if step <= count + 1 else max(2 * count + 2 - step, 1)
+        if step <= count + 1:
+            return min(step, count)
+        return max(2 * count + 2 - step, 1)
 
     def _entering_file(self, layer: int) -> Path:
         return self.folder / f"entering-{layer:05}"
@@ -156,7 +160,9 @@ class Backward(Chain):
 
     def _onward(self, index: int, calls: Calls) -> None:
         """All batches through one layer."""
-        layer, before, after = self.layers.modules(self.model)[index], self._entering(index), self._entering(index + 1)
+        layer = self.layers.modules(self.model)[index]
+        before = self._entering(index)
+        after = self._entering(index + 1)
         with self.weights.filled(self.inside(index)), torch.inference_mode():
             for batch, ids in self.batches.items():
                 hidden = before.read(batch, self.device)
@@ -189,11 +195,9 @@ class Backward(Chain):
 
     def _backward(self, index: int, calls: Calls) -> None:
         """All batches back through one layer."""
-        layer, entering, above = (
-            self.layers.modules(self.model)[index],
-            self._entering(index),
-            self._gradient(index + 1),
-        )
+        layer = self.layers.modules(self.model)[index]
+        entering = self._entering(index)
+        above = self._gradient(index + 1)
 
         def forward(batch: int, ids: torch.Tensor, seen: PassTensors, cache: DynamicCache) -> End:
             hidden = entering.read(batch, self.device).requires_grad_()

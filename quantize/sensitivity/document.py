@@ -13,7 +13,9 @@ from ..scales.decisions import Scales
 Kind = Literal["weight", "activation", "kv_cache"]
 #: The variants that a site's KL is predicted for: as the run has it, and an activation in two terms, or under a scale
 #: for each token.
-AS_IT_IS, TWO_TERMS, BY_TOKEN = "as_it_is", "two_terms", "dynamic"
+AS_IT_IS = "as_it_is"
+TWO_TERMS = "two_terms"
+BY_TOKEN = "dynamic"  # noqa: S105  # a name of a form
 #: Site -> variant -> nats.
 Predicted = dict[str, dict[str, float]]
 

@@ -63,7 +63,8 @@ class GradientSquares(Strict):
         """The mean at first tokens over that at others, between 1 / MOST and MOST; 1 where one of them has none."""
         if not (self.first_tokens and self.other_tokens and np.isfinite([self.first, self.others]).all()):
             return 1.0
-        first, others = self.first / self.first_tokens, self.others / self.other_tokens
+        first = self.first / self.first_tokens
+        others = self.others / self.other_tokens
         if first == 0 and others == 0:
             return 1.0
         return min(max(first, others / MOST) / max(others, first / MOST), MOST)
@@ -104,7 +105,7 @@ def gradient_squares(
     }
     begun = [] if end.begun is None else [end.begun]
     gradients = torch.autograd.grad(end.value, [*outputs.values(), *begun], end.gradient, allow_unused=True)
-    sums = dict[str, GradientSquares]()
+    sums: dict[str, GradientSquares] = {}
     for name, gradient in zip(outputs, gradients[: len(outputs)], strict=True):
         if gradient is not None:
             of_tokens = gradient.detach().double().square().sum(-1)
@@ -203,8 +204,9 @@ class LayerwiseFirstTokens(Backward):
     @contextmanager
     def collecting(self, index: int | None) -> Iterator[Collect]:
         """Sum the squared gradients of the GEMMs of one layer, or of none."""
-        names, batches = self._of_layer(index), [*self.batches.values()]
-        sums = list[Mapping[str, GradientSquares]]()
+        names = self._of_layer(index)
+        batches = [*self.batches.values()]
+        sums: list[Mapping[str, GradientSquares]] = []
 
         def collect(number: int, end: End) -> torch.Tensor | None:
             squares, back = gradient_squares(names, end, batches[number].shape)

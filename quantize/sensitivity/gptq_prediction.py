@@ -47,15 +47,19 @@ class Gathered:
     def __init__(self, folder: Path):
         """Gather in `folder`, which is made."""
         folder.mkdir(exist_ok=True)
-        self.folder, self._count = folder, folder / "batches"
+        self.folder = folder
+        self._count = folder / "batches"
         self._moments: SecondMoments | None = None
         self._tokens: dict[str, int] = {}
-        self._added, self._written = 0, -math.inf
+        self._added = 0
+        self._written = -math.inf
 
     @property
     def batches(self) -> int:
         """The number of batches whose sums are in the folder; -1 where a killed call wrote part of one."""
-        return int(self._count.read_text(encoding="utf-8")) if self._count.is_file() else 0
+        if self._count.is_file():
+            return int(self._count.read_text(encoding="utf-8"))
+        return 0
 
     @property
     def tokens(self) -> dict[str, int]:
@@ -129,16 +133,18 @@ def share_left(error: torch.Tensor, unexplained: Unexplained, tokens: int, calib
     chance = (1 + after / calibrated) / (1 - after / tokens).clamp_min(LEAST)
     errors = error.square().sum(0)[unexplained.order]
     now = float((errors * unexplained.energy).sum())
-    return (
-        float((errors * torch.minimum(chance * unexplained.left, unexplained.energy)).sum()) / now if now > 0 else 1.0
-    )
+    if now > 0:
+        return float((errors * torch.minimum(chance * unexplained.left, unexplained.energy)).sum()) / now
+    return 1.0
 
 
 def left_of_sites(quantizer: Quantizer, sites: Iterable[Site], gathered: Gathered, calibrated: int) -> dict[str, float]:
     """Predict the share of the loss that GPTQ would leave of each weight: module -> share, for weights rounded to
     nearest whose input among `sites` was `gathered`; `calibrated`: the tokens that GPTQ would use.
     """
-    shares, weights, tokens = dict[str, float](), quantizer.scales.weights, gathered.tokens
+    shares: dict[str, float] = {}
+    weights = quantizer.scales.weights
+    tokens = gathered.tokens
     for site in sites:
         if site.kind == "activation" and site.module in tokens:
             nearest = [member for member in site.members if weights[member].rounding == "nearest"]

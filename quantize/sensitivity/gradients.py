@@ -112,7 +112,8 @@ def _losses(
     if site.kind == "kv_cache":
         return {AS_IT_IS: half_square(gradient, quantizer.cache_error(site.module, tensor))}
     losses = {AS_IT_IS: half_square(gradient, quantizer.input_error(site.module, tensor))}
-    form, part = quantizer.scales.activations[site.module].form, tensor[::TWO_TERMS_OF]
+    form = quantizer.scales.activations[site.module].form
+    part = tensor[::TWO_TERMS_OF]
     other_errors = {
         TWO_TERMS: None if form == TWO else quantizer.input_error(site.module, part, terms=2),
         BY_TOKEN: quantizer.error_by_token(site.module, part) if form.static and form != TWO else None,
@@ -156,7 +157,9 @@ def half_square(gradient: torch.Tensor, error: torch.Tensor) -> float:
 def along(gradient: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
     """g · e for each token, summed over the width, and over heads where there are any."""
     both = gradient * error
-    return both.sum((1, 3)) if both.dim() == 4 else both.sum(-1)
+    if both.dim() == 4:
+        return both.sum((1, 3))
+    return both.sum(-1)
 
 
 def summed(batches: Iterable[Predicted]) -> Predicted:

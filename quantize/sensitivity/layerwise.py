@@ -88,7 +88,8 @@ class Layerwise(Backward):
         Raises InputError where the disk has no room, and for a model that is no chain of layers.
         """
         super().__init__(source, task.batches, folder, device, "--stream", "or ask for fewer --windows")
-        self.held, self.task = LoadedGemms(stored), task
+        self.held = LoadedGemms(stored)
+        self.task = task
         self.watched = self.quantizer = Quantizer(self.model, self.held, scales)
         self.sites = {
             index: [site for site in task.sites if self.layers.index(site.module) == index]
@@ -119,7 +120,8 @@ class Layerwise(Backward):
         sites = self.sites[index]
         moments = self.folder / "moments"
         rmtree(moments, ignore_errors=True)
-        gathered, predicted = Gathered(moments), list[Predicted]()
+        gathered = Gathered(moments)
+        predicted: list[Predicted] = []
 
         def collect(number: int, end: End) -> torch.Tensor | None:
             losses, back = backward_losses(self.quantizer, sites, end, partial(gathered.add, number))

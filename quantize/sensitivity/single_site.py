@@ -60,7 +60,9 @@ class Float:
 
     def __init__(self, quantizer: Quantizer, ids: torch.Tensor, prefix: Prefix | None, sites: Sequence[Site]):
         """Run `ids` int64 [windows, seq_len] and store the hidden states that measuring `sites` continues from."""
-        self.quantizer, self.ids, self.prefix = quantizer, ids, prefix
+        self.quantizer = quantizer
+        self.ids = ids
+        self.prefix = prefix
         self._entering: dict[int, torch.Tensor] = {}
         wanted = {prefix.layers.index(site.module) or 0 for site in sites} - {0} if prefix else set()
         with ExitStack() as stack:

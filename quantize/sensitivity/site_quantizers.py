@@ -63,7 +63,8 @@ class LoadedGemms:
 
     def __init__(self, stored: Coded):
         """Load nothing of `stored` yet."""
-        self.stored, self.cache_scales = stored, stored.cache_scales
+        self.stored = stored
+        self.cache_scales = stored.cache_scales
         self._layers: dict[str, FP8Linear] = {}
 
     def layer(self, module: str) -> FP8Linear:
@@ -85,7 +86,8 @@ class Quantizer:
 
     def __init__(self, model: PreTrainedModel, coded: Coded, scales: Scales):
         """`model` in FP32; `coded` in mode `exact`, of the same run as `scales`."""
-        self.model, self.scales = model, scales
+        self.model = model
+        self.scales = scales
         self.gemms = {name: module for name, module in observed_gemms(model).items() if name in scales.weights}
         self.attention = attention_modules(model)
         self.coded = coded
@@ -98,7 +100,9 @@ class Quantizer:
         a tail, which servers read as a prompt, and 1 else.
         """
         self.positions = positions
-        return prompt_of(positions) if tails_of(self.scales.forms) else 1
+        if tails_of(self.scales.forms):
+            return prompt_of(positions)
+        return 1
 
     def input_error(self, module: str, x: torch.Tensor, terms: Literal[1, 2] | None = None) -> torch.Tensor:
         """Compute the error of rounding the input `x` of `module`; in so many `terms`, by default the run's."""
@@ -127,7 +131,8 @@ class Quantizer:
 
     def weight_error(self, module: str) -> torch.Tensor:
         """Compute the rounding error of the weight of `module`, float32 [out, in]."""
-        layer, gemm = self.coded.layer(module), self.gemms[module]
+        layer = self.coded.layer(module)
+        gemm = self.gemms[module]
         weight = gemm.weight
         assert isinstance(weight, torch.Tensor), "a GEMM has a weight"
         return layer.codes.float() * layer.weight_scale[:, None] - weight.movedim(output_channel_axis(gemm), 0)

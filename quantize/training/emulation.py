@@ -33,14 +33,16 @@ class DelayedScale(nn.Module):
     def __init__(self, format: Format, history: int, fixed: float | None = None):
         """Begin without a history. `fixed`: a scale that never changes, in place of one by the history."""
         super().__init__()
-        self.format, self.fixed = format, fixed
+        self.format = format
+        self.fixed = fixed
         self.register_buffer("amax", torch.zeros(history))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The values of `x` on the grid, float32; its amax joins the history."""
         if self.fixed is not None:
             return grid_values(x, self.fixed, self.format)
-        amax, before = x.detach().abs().amax().float(), self.amax.max()
+        amax = x.detach().abs().amax().float()
+        before = self.amax.max()
         used = before if before > 0 else amax
         if torch.isfinite(amax):
             self.amax = torch.cat([amax[None].to(self.amax.device), self.amax[:-1]])
@@ -63,7 +65,9 @@ def gradient_rounding(gradients: LearningGradients, history: int = 16) -> nn.Mod
     """
     if gradients == "fp32":
         return None
-    return BFloat16Rounding() if gradients == "bf16" else DelayedScale(FORMATS[gradients], history)
+    if gradients == "bf16":
+        return BFloat16Rounding()
+    return DelayedScale(FORMATS[gradients], history)
 
 
 class RoundedGradient(torch.autograd.Function):

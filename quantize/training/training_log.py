@@ -93,7 +93,9 @@ class TrainingLog:
 
 def four_digits(value: float) -> float | None:
     """Round to four significant digits; None for a number that is not finite."""
-    return float(f"{value:.4g}") if np.isfinite(value) else None
+    if np.isfinite(value):
+        return float(f"{value:.4g}")
+    return None
 
 
 def begin_log(path: Path, head: Head, first_step: int) -> list[Line]:
@@ -263,7 +265,8 @@ def tensor_numbers(histogram: Histogram, amax_before: Float32s, options: WatchOp
     """The numbers of `COLUMNS` of a tensor, whose amax at the steps before was `amax_before` float32 [steps]."""
     values, counts = histogram.finite
     finite = max(int(counts.sum()), 1)
-    amax, history = histogram.amax, 0.0
+    amax = histogram.amax
+    history = 0.0
     if options.scaling != "none":
         history = history_of(amax_before if options.scaling == "delayed" else amax_before[:0], options.history, amax)
     numbers = [

@@ -83,14 +83,17 @@ class TrainingRecorder:
         first_step: int = 0,
     ):
         """Prepare to record `modules` of `model` (None: `watched_modules`) in `out`/training.jsonl."""
-        self.model, self.options, self.current = model, options, first_step
+        self.model = model
+        self.options = options
+        self.current = first_step
         self.modules = dict(modules) if modules is not None else watched_modules(model)
         self.path = Path(out) / FILE_NAME
         self.tensors = [f"{name}.{kind}" for name in self.modules for kind in KINDS]
         self._amax = {tensor: deque[float](maxlen=options.history) for tensor in self.tensors}
         self._recorded: StepCounts | None = None
         self._closed = False
-        self._hooks, self._started = ExitStack(), time.monotonic()
+        self._hooks = ExitStack()
+        self._started = time.monotonic()
         with disk_errors(Path(out)):
             Path(out).mkdir(parents=True, exist_ok=True)
             head = Head(
@@ -120,7 +123,8 @@ class TrainingRecorder:
     def close(self) -> None:
         """Remove the hooks; a step that has not ended is not recorded."""
         self._hooks.close()
-        self._recorded, self._closed = None, True
+        self._recorded = None
+        self._closed = True
 
     def _attach(self) -> None:
         """Attach the hooks where the current step is one to record."""
@@ -206,7 +210,9 @@ def _first_tensor(inputs: Any) -> torch.Tensor | None:
     """The first tensor of floats among a module's arguments, which may be tuples of tensors; None where none is."""
     if isinstance(inputs, tuple | list):
         return next((tensor for entry in inputs if (tensor := _first_tensor(entry)) is not None), None)
-    return inputs if isinstance(inputs, torch.Tensor) and inputs.is_floating_point() else None
+    if isinstance(inputs, torch.Tensor) and inputs.is_floating_point():
+        return inputs
+    return None
 
 
 def _norm_hook(step: StepCounts) -> Callable[[torch.Tensor], None]:

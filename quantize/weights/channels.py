@@ -50,7 +50,9 @@ class WeightScaling:
             return block_scales(weight, self.method)
         if module not in self.tensor_scales:
             return channel_scales(weight, self.method, format)
-        return torch.full((len(weight),), self.tensor_scales[module]) if bool(weight.any()) else None
+        if bool(weight.any()):
+            return torch.full((len(weight),), self.tensor_scales[module])
+        return None
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,9 @@ class QuantizedWeight:
     @property
     def values(self) -> torch.Tensor:
         """Code × scale, float32 [out, in]."""
-        return (
-            block_values(self.codes, self.scale) if self.scale.dim() == 2 else self.codes.float() * self.scale[:, None]
-        )
+        if self.scale.dim() == 2:
+            return block_values(self.codes, self.scale)
+        return self.codes.float() * self.scale[:, None]
 
 
 def quantize_weight(
@@ -127,12 +129,14 @@ def judged(
     scale = compensated.scale
     nearest = nearest_codes(weight, scale)
     near = QuantizedWeight(nearest, scale, compensated.summary).values
-    codes, error = compensated.codes, compared_with_nearest(weight, compensated.values, near, tokens, lost)
+    codes = compensated.codes
+    error = compared_with_nearest(weight, compensated.values, near, tokens, lost)
     if shrunk is not None and error.over_nearest is not None:
         other = QuantizedWeight(gptq_codes(weight, scale, shrunk), scale, compensated.summary)
         by_shrunk = compared_with_nearest(weight, other.values, near, tokens, lost)
         if by_shrunk.over_nearest is not None and by_shrunk.over_nearest < error.over_nearest:
-            codes, error = other.codes, by_shrunk.model_copy(update={"shrunk": True})
+            codes = other.codes
+            error = by_shrunk.model_copy(update={"shrunk": True})
     return of_stored(weight, (codes if error.beats_nearest else nearest, scale, error), method, "gptq")
 
 
@@ -206,7 +210,9 @@ def block_scales(weight: torch.Tensor, method: WeightMethod) -> torch.Tensor | N
 
 def _of_rows(scale: torch.Tensor, rows: slice, columns: int) -> torch.Tensor:
     """The scales of some `rows` of a weight with so many `columns`, to be broadcast over them."""
-    return spread_scales(scale, rows, columns) if scale.dim() == 2 else scale[rows, None]
+    if scale.dim() == 2:
+        return spread_scales(scale, rows, columns)
+    return scale[rows, None]
 
 
 def nearest_codes(weight: torch.Tensor, scale: torch.Tensor, format: Grid = E4M3) -> torch.Tensor:

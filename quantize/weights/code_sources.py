@@ -53,7 +53,9 @@ class RoundedCodes:
     def quantized(self, weight: FloatWeight) -> QuantizedWeight | None:
         """The stored codes of `weight`."""
         stored = self.codes(weight.module)
-        return None if stored is None else of_stored(weight.rows(), stored, self.method, self.rounding)
+        if stored is None:
+            return None
+        return of_stored(weight.rows(), stored, self.method, self.rounding)
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ class GptqCodes:
 
     def quantized(self, weight: FloatWeight) -> QuantizedWeight | Skipped | None:
         """The codes of `weight`; None where its input saw too few tokens."""
-        module, method = weight.module, self.scaling.method
+        module = weight.module
+        method = self.scaling.method
         lost = self.compensations.lost[module]
         if self.stored and (stored := self.stored.of_input(module, lost)):
             return of_stored(weight.rows(), stored, method, "gptq")
@@ -80,7 +83,8 @@ class GptqCodes:
         rows = weight.rows()
         quantized = quantize_scaled(rows, self.scaling.scale(module, rows), method, compensation)
         if self.compensations.judges(module):
-            tokens, shrunk = self.compensations.held_out(module), self.compensations.shrunk(module)
+            tokens = self.compensations.held_out(module)
+            shrunk = self.compensations.shrunk(module)
             quantized = judged(rows, quantized, method, tokens, shrunk, lost)
         if self.stored and isinstance(quantized, QuantizedWeight):
             self.stored.keep(module, lost, quantized)
@@ -138,7 +142,9 @@ class LearnedCodes:
 
     def judged(self, module: str) -> JudgedCodes | None:
         """Codes and scale of `module`, which no tokens judged; None where it was not learned."""
-        return (*self[module], None) if f"{module}.codes" in self._names else None
+        if f"{module}.codes" in self._names:
+            return (*self[module], None)
+        return None
 
     def __getitem__(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes float8_e4m3fn [out, in] and scale float32 [out] of a `module` that was learned."""

@@ -59,9 +59,11 @@ from ..codes.encoding import CODE, nearest_values
 from .mse import workers
 
 #: Passes at most, and the share of the error that a pass must take off for another to follow.
-PASSES, WORTHWHILE = 8, 0.005
+PASSES = 8
+WORTHWHILE = 0.005
 #: Input channels that are changed before the rest of the gradient is updated; and before the rest of the block's is.
-BLOCK, RUN = 128, 16
+BLOCK = 128
+RUN = 16
 #: Share of the way to the minimum of a parabola that is left out, so that FP32 rounding decides no tie.
 MARGIN = 1e-3
 
@@ -73,7 +75,8 @@ def descend(wanted: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, mom
     [in, in]: H, whose diagonal is positive.
     """
     wanted = wanted / scale  # errors and gradients are in units of each channel's scale
-    lost, weights = wanted - values, scale.square()
+    lost = wanted - values
+    weights = scale.square()
     gradient = moments @ lost
     before = _total(lost, gradient, weights)
     for _ in range(PASSES):
@@ -99,10 +102,13 @@ def _block(values: torch.Tensor, gradient: torch.Tensor, moments: torch.Tensor) 
     """Change the `values` and the `gradient` of a block; return the change of each weight, float32 [block, out]."""
     moved = torch.empty_like(values)
     steps = ((1 - MARGIN) / moments.diagonal()).tolist()
-    olds, slopes, moves = values.unbind(), gradient.unbind(), moved.unbind()
+    olds = values.unbind()
+    slopes = gradient.unbind()
+    moves = moved.unbind()
     for start in range(0, len(values), RUN):
         run = slice(start, start + RUN)
-        run_gradient, columns = gradient[run], moments[run, run].unbind(1)
+        run_gradient = gradient[run]
+        columns = moments[run, run].unbind(1)
         for j, column in enumerate(columns, start):
             new = nearest_values(torch.add(olds[j], slopes[j], alpha=steps[j]))
             torch.sub(new, olds[j], out=moves[j])
@@ -117,14 +123,16 @@ def _block(values: torch.Tensor, gradient: torch.Tensor, moments: torch.Tensor) 
 DAMPING = 0.001
 #: Share of each correlation that is taken off where an expert's H is shrunk, and off those of all tokens but the first
 #: where that is weighed.
-EXPERT_SHRINKAGE, WEIGHED_SHRINKAGE = 0.3, 0.1
+EXPERT_SHRINKAGE = 0.3
+WEIGHED_SHRINKAGE = 0.1
 #: Input channels rounded before their errors are passed on to the rest of the matrix.
 BLOCK = 128
 #: Of these, inputs whose errors are passed on one by one: their weights stay in the processor's cache.
 RUN = 16
 #: Values that one thread rounds together, at most; and those of a weight that are worth another thread, whose GEMMs
 #: take longer than the operators on single inputs, for which threads wait for one another (Python's lock).
-VALUES, WORTH_A_THREAD = 1 << 23, 1 << 22
+VALUES = 1 << 23
+WORTH_A_THREAD = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -147,7 +155,8 @@ def compensation(moments: torch.Tensor, lost: float = 0.0) -> Compensation:
     `lost`: the share of the input's energy that its quantization loses.
     """
     order = torch.argsort(moments.diagonal(), descending=True, stable=True)
-    reverse, noise = order.flip(0), lost * moments.diagonal()[order]
+    reverse = order.flip(0)
+    noise = lost * moments.diagonal()[order]
     damped = moments[reverse[:, None], reverse].double()
     mean = float(damped.diagonal().mean())
     damped.diagonal().add_(noise.flip(0)).add_(DAMPING * mean if mean > 0 else 1.0)
@@ -237,7 +246,8 @@ def gptq_round(left: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) ->
     (w - s c) H (w - s c)ᵀ of each channel, float32 [out].
     """
     left.div_(scale)  # from here on in units of each channel's scale
-    values, total = torch.empty_like(left), torch.zeros_like(scale)
+    values = torch.empty_like(left)
+    total = torch.zeros_like(scale)
     for start in range(0, len(left), BLOCK):
         block = slice(start, start + BLOCK)
         errors = _round_block(left[block], values[block], factor[block, block])
@@ -255,7 +265,9 @@ def _round_block(left: torch.Tensor, values: torch.Tensor, factor: torch.Tensor)
     errors = torch.empty_like(left)
     diagonal = factor.diagonal()
     inverse = diagonal.reciprocal().tolist()
-    rows, codes, lost = left.unbind(), values.unbind(), errors.unbind()
+    rows = left.unbind()
+    codes = values.unbind()
+    lost = errors.unbind()
     for start in range(0, len(left), RUN):
         run = slice(start, start + RUN)
         run_rows = left[run]
@@ -292,7 +304,11 @@ class Compensations:
         none. Beside a first token with a weight the moments of the other tokens are shrunk by `WEIGHED_SHRINKAGE`
         (`docs/decisions/0082`).
         """
-        self.folder, self.first, self.lost, self.unknown, self._weights = folder, first, lost, unknown, weights
+        self.folder = folder
+        self.first = first
+        self.lost = lost
+        self.unknown = unknown
+        self._weights = weights
         self._experts = tuple(f"{layer}." for layer in experts)
         self._of_group = lru_cache(maxsize=2)(self._load)  # shrunk ones are of one module, and read once
 

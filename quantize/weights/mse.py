@@ -53,7 +53,9 @@ def workers() -> Iterator[tuple[ThreadPoolExecutor, int]]:
 
 OCTAVE = 1 << 7
 #: Octaves of magnitudes from the amax down, and those at the top and bottom whose errors do not scale by octave.
-OCTAVES, TOP, BOTTOM = 21, 2, 8
+OCTAVES = 21
+TOP = 2
+BOTTOM = 8
 BINS = OCTAVES * OCTAVE
 #: Rows counted together: their bins fit into one int16, for which `bincount` is fastest and stays in the cache.
 GROUP = (1 << 15) // BINS

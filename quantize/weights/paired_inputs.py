@@ -82,7 +82,10 @@ class InputSums:
         experts.
         """
         self.held_out = HeldOutTokens(batches)
-        self.group, self.read, self.paired, self._device = group, read, group.paired, device
+        self.group = group
+        self.read = read
+        self.paired = group.paired
+        self._device = device
         width, out = group.sides
         out = out if group.paired else 0  # M of all experts of a layer is not held
         self.halves = MomentSums(width, out, device), MomentSums(width, out, device)

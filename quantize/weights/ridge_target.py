@@ -58,17 +58,20 @@ def ridge_target(
     `learned`, `judged`: the sums of the two halves of the batches, in which the weight has these `channels`. λ is
     fitted on the first half and chosen on the second; w* is then fitted on both.
     """
-    some, exact = slice(None, None, max(1, len(weight) // CHANNELS)), weight.float()
+    some = slice(None, None, max(1, len(weight) // CHANNELS))
+    exact = weight.float()
     mean = float((learned.moments.diagonal().double() + judged.moments.diagonal().double()).mean())
     if not math.isfinite(mean):  # `gptq.compensation_of` refuses such moments
         return exact
     learned_lost, others = (sums.lost[:, channels][:, some] for sums in (learned, judged))
-    best, chosen = 0.0, 0.0
+    best = 0.0
+    chosen = 0.0
     for ridge in RIDGES if bool(learned_lost.any()) else ():
         step = ridge_regression(learned.moments.double(), ridge * mean, learned_lost)
         loss = float((step * (judged.moments @ step - 2 * others)).sum(dtype=torch.float64))
         if loss < best:
-            best, chosen = loss, ridge
+            best = loss
+            chosen = ridge
     if not chosen:
         return exact
     both = learned.moments.double().add_(judged.moments)

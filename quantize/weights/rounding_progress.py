@@ -31,7 +31,9 @@ class Rounded:
     @property
     def steps(self) -> int:
         """The number of steps that have ended, in this call and in killed ones before it."""
-        return int(self._ended.read_text(encoding="utf-8")) if self._ended.is_file() else 0
+        if self._ended.is_file():
+            return int(self._ended.read_text(encoding="utf-8"))
+        return 0
 
     def end(self, step: int) -> None:
         """Record that this step, the first being 1, and all steps before it have ended."""

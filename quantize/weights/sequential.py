@@ -160,20 +160,25 @@ class SequentialRounding(Chain):
         Raises InputError where the disk has no room, and for a model that is no chain of layers.
         """
         super().__init__(source, device, torch.float32)
-        self.activations, self.scaling, self.batches = activations, scaling, batches
+        self.activations = activations
+        self.scaling = scaling
+        self.batches = batches
         self.routed = {name for gemms in routed_gemms(self.model).values() for name in gemms}
         self.experts = tuple(f"{layer}." for layer in routed_gemms(self.model))
         files = [folder / f"{model}-{parity}" for model in ("float", "quantized") for parity in range(2)]
         size = sum(ids.size for ids in batches.values()) * self.layer_output.width * self.layer_output.dtype.itemsize
         check_space(folder, files, size, "--weight-rounding sequential")
         hidden = [HiddenStates(file, batches, self.layer_output) for file in files]
-        self.float, self.quantized = hidden[:2], hidden[2:]
+        self.float = hidden[:2]
+        self.quantized = hidden[2:]
         self.rounded = Rounded(folder)
 
     def input_values(self, x: torch.Tensor, module: str) -> torch.Tensor:
         """Quantize and dequantize the input `x` of `module`, float32 of the same shape."""
         scale = self.activations[module]
-        return x.float() if scale is None else gemm_input(x, scale)
+        if scale is None:
+            return x.float()
+        return gemm_input(x, scale)
 
     def run(self, report: Reporter) -> Rounded:
         """Round the layers that are not yet rounded, one after the other."""
@@ -238,7 +243,8 @@ class SequentialRounding(Chain):
             for sums in self._input_sums(inputs, entering, run_layer, weights):
                 compensation, shrunk, targets = _compensations_and_targets(sums, sums.group.first in self.routed)
                 for name, weight in sums.weights.items():
-                    scale, method = self.scaling.scale(name, weight), self.scaling.method
+                    scale = self.scaling.scale(name, weight)
+                    method = self.scaling.method
                     rounded = quantize_scaled(weight, scale, method, compensation, wanted=targets.get(name))
                     if name.startswith(self.experts):
                         tokens = sums.held_out.tokens(input_name(name))

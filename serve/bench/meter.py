@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-PROCESS, PROCESSOR = Path("/proc/self/status"), Path("/proc/cpuinfo")
+PROCESS = Path("/proc/self/status")
+PROCESSOR = Path("/proc/cpuinfo")
 
 
 class Meter(Protocol):
@@ -50,7 +51,8 @@ class GpuMeter:
 
     def __init__(self, nvml: Any, handle: Any):
         """Ask `nvml`, which is initialized, of the GPU of `handle`."""
-        self._nvml, self._handle = nvml, handle
+        self._nvml = nvml
+        self._handle = handle
         name = nvml.nvmlDeviceGetName(handle)
         self.device = name.decode() if isinstance(name, bytes) else str(name)
         self.total_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)

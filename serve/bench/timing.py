@@ -26,7 +26,8 @@ from .meter import MemoryTaken
 Clock = Callable[[], float]
 #: The quantiles of a step's time that are reported.
 QUANTILES = (0.5, 0.95, 0.99)
-SECONDS_AN_HOUR, MILLION = 3600, 1_000_000
+SECONDS_AN_HOUR = 3600
+MILLION = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ def time_contenders(
     rows, length, tokens = size
     vocabulary = min(contender.session.vocabulary for contender in contenders)
     prompts = np.random.default_rng(0).integers(0, vocabulary, (rows, length))
-    batches, answers_by_contender = [], []
+    batches = []
+    answers_by_contender = []
     for contender in contenders:
         with contender.held.counting():
             batches.append(contender.session.open_batch(rows, length + tokens))
@@ -145,7 +147,8 @@ def time_contenders(
     for number in range(rounds):
         for turn in range(len(contenders)):
             index = (number + turn) % len(contenders)
-            contender, answers = contenders[index], answers_by_contender[index]
+            contender = contenders[index]
+            answers = answers_by_contender[index]
             before = contender.held.meter.joules()
             answers.timings.append(time_batch(batches[index], contender.session.pace, prompts, tokens, clock))
             after = contender.held.meter.joules()

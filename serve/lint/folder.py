@@ -160,4 +160,6 @@ def is_regular(path: Path) -> bool:
 
 def why(error: InputError | ModelFileError, path: Path) -> str:
     """Describe the fault of a file, without its name and the remedy."""
-    return error.fault if error.subject == str(path) else f"{error.subject}: {error.fault}"
+    if error.subject == str(path):
+        return error.fault
+    return f"{error.subject}: {error.fault}"

@@ -32,7 +32,8 @@ def name_of_folder(model: ModelFolder) -> Broken:
     """A model is called as its folder, and by letters, digits, '.', '_' and '-'. Triton refuses another name than the
     folder's; other characters do not pass through URLs as they are.
     """
-    folder, name = model.folder.name, model.config.name if model.config is not None else ""
+    folder = model.folder.name
+    name = model.config.name if model.config is not None else ""
     if name and name != folder:
         yield model.place(), f"the name is {name}, and the folder's {folder}; give both one name"
     if folder != model_name(folder):
@@ -45,7 +46,8 @@ def backend(model: ModelFolder) -> Broken:
     tensorrt_plan.
     """
     assert model.config is not None, "`model_rule` leaves out what does not parse"
-    platform, named = str(model.config.platform), str(model.config.backend)
+    platform = str(model.config.platform)
+    named = str(model.config.backend)
     if not platform and not named:
         yield model.place(), 'names no backend; set backend: "python", or the platform of an engine'
         return

@@ -20,7 +20,9 @@ LARGEST_DOCKERFILE = 1 << 20
 
 def plans(model: ModelFolder) -> list[Path]:
     """The plans of a model that TensorRT's backend serves."""
-    return model.model_files if model.backend == "tensorrt" else []
+    if model.backend == "tensorrt":
+        return model.model_files
+    return []
 
 
 @model_rule("R115", "plan")

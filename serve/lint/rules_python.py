@@ -27,13 +27,15 @@ from .rules import model_rule
 from .rules_config import AGAIN
 
 CLASS = "TritonPythonModel"
-STUB, ENVIRONMENT = "triton_python_backend_stub", "EXECUTION_ENV_PATH"
+STUB = "triton_python_backend_stub"
+ENVIRONMENT = "EXECUTION_ENV_PATH"
 #: The model's own folder, with which the value of `EXECUTION_ENV_PATH` may begin.
 MODEL_FOLDER = "$$TRITON_MODEL_DIRECTORY"
 #: Source that is parsed, in bytes; no model's is longer.
 LARGEST_SOURCE = 4 << 20
 #: Rules about a graph's weights, and about its interface, with which it is served.
-OF_WEIGHTS, INTERFACE = (*PLACES, "F404", "F405", "F406", "F407"), "F306"
+OF_WEIGHTS = (*PLACES, "F404", "F405", "F406", "F407")
+INTERFACE = "F306"
 
 
 @model_rule("R106", "python-code")
@@ -119,7 +121,8 @@ def parameters(model: ModelFolder) -> Broken:
     for name in ("runtime", "weights", "max_batch"):
         if name not in model.parameters:
             yield model.place(), f"has no parameter {name}; {AGAIN}"
-    runtime, most = model.parameters.get("runtime", AUTO), model.parameters.get("max_batch", "1")
+    runtime = model.parameters.get("runtime", AUTO)
+    most = model.parameters.get("max_batch", "1")
     if runtime not in (AUTO, ONNX_RUNTIME, *RUNTIMES):
         yield model.place(), f"there is no runtime {runtime}; set {AUTO}, {ONNX_RUNTIME}, {' or '.join(RUNTIMES)}"
     if runtime in RUNTIMES and not _plans(model, runtime):
@@ -206,7 +209,8 @@ def instances(model: ModelFolder) -> Broken:
     its own, and requests are batched within one. Without a kind Triton makes one for each GPU that the host has.
     """
     assert model.config is not None, "`model_rule` leaves out what does not parse"
-    groups, kinds = list(model.config.instance_group), import_schema()[0].ModelInstanceGroup
+    groups = list(model.config.instance_group)
+    kinds = import_schema()[0].ModelInstanceGroup
     if not groups or any(group.kind == kinds.KIND_AUTO or _on_all(group, kinds) for group in groups):
         yield (
             model.place(),

@@ -17,7 +17,9 @@ Tensor = tuple[str, list[int]]
 def engine_of(model: ModelFolder) -> EngineModel | None:
     """Return the description of a plain engine whose tensors all have a type of Triton's."""
     description = model.engine if model.is_engine else None
-    return description if isinstance(description, EngineModel) and not description.untyped else None
+    if isinstance(description, EngineModel) and not description.untyped:
+        return description
+    return None
 
 
 @model_rule("R112", "tensors")
@@ -60,7 +62,9 @@ def _config_tensors(model: ModelFolder, field: str) -> dict[str, Tensor]:
 
 def _type(number: int) -> str:
     kinds = import_schema()[0].DataType
-    return str(kinds.Name(number)) if number in kinds.values() else str(number)
+    if number in kinds.values():
+        return str(kinds.Name(number))
+    return str(number)
 
 
 def _shown(tensor: Tensor) -> str:

@@ -30,7 +30,8 @@ def open_run_session(
     for engines in MODULES:
         if runtime == engines:
             return open_run_engine(run, engines, precision, adapter)
-    directory, graph = checkpoint_of(run, precision), graph_names(adapter)[1]
+    directory = checkpoint_of(run, precision)
+    graph = graph_names(adapter)[1]
     sound_graph(run.require(directory / graph, "export" if precision == "fp8" else f"export-{precision}"))
     try:
         return open_session(directory, runtime, graph)
@@ -64,7 +65,8 @@ def engine_here(
     gpu = gpu_target()
     if gpu is None:
         raise BackendError(runtime, "runs engines on an NVIDIA GPU, and there is none here", "use onnxruntime")
-    stage, folder = engine_stage(precision, adapter), engines_of(run, precision, adapter)
+    stage = engine_stage(precision, adapter)
+    folder = engines_of(run, precision, adapter)
     run.refuse_stale(stage)
     engines = [info for info in load_engines(run, precision, adapter) if info.runtime == runtime]
     info = next((info for info in engines if info.target == gpu), None)
@@ -74,7 +76,8 @@ def engine_here(
         raise InputError(
             folder, f"holds no engine of {runtime} for {gpu}, this GPU (there are: {built})", f"run {again}"
         )
-    plan, installed = run.require(folder / f"{gpu}.plan", stage), import_runtime(runtime).__version__
+    plan = run.require(folder / f"{gpu}.plan", stage)
+    installed = import_runtime(runtime).__version__
     if runtime == "tensorrt" and info.version != installed:
         raise BackendError(
             plan,
@@ -115,4 +118,6 @@ def answer_request(generator: Generator, request: Request, on_text: Callable[[st
 
 
 def _command_error(error: Exception) -> Fp8qError:
-    return BackendError("", str(error)) if isinstance(error, SessionError) else InputError("", str(error))
+    if isinstance(error, SessionError):
+        return BackendError("", str(error))
+    return InputError("", str(error))

@@ -26,12 +26,16 @@ from .device import BrokenDeviceError, CaptureError, Copy, Function
 from .sessions import SessionError
 
 #: CU_MEMORYTYPE_DEVICE, CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL.
-ON_DEVICE, NON_BLOCKING, THREAD_LOCAL = 2, 1, 1
+ON_DEVICE = 2
+NON_BLOCKING = 1
+THREAD_LOCAL = 1
 #: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR.
-MAJOR, MINOR = 75, 76
+MAJOR = 75
+MINOR = 76
 #: CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, and the free memory that the pool keeps for the next allocation: without it the
 #: driver unmaps whatever is free whenever the host waits, and maps it again. More than that other libraries may want.
-RELEASE_THRESHOLD, POOL_FREE_BYTES = 4, 1 << 30
+RELEASE_THRESHOLD = 4
+POOL_FREE_BYTES = 1 << 30
 #: CUDA_ERROR_OUT_OF_MEMORY.
 OUT_OF_MEMORY = 2
 #: The errors after which the context, or the process, cannot go on: NVIDIA's descriptions of most say that "the process
@@ -134,7 +138,10 @@ class CudaDevice:
             self._cuda = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise CudaError(f"there is no NVIDIA driver here ({error})") from error
-        device, count, self._context, stream = ctypes.c_int(), ctypes.c_int(), Handle(), Handle()
+        device = ctypes.c_int()
+        count = ctypes.c_int()
+        self._context = Handle()
+        stream = Handle()
         self._check("cuInit", ctypes.c_uint(0))
         self._check("cuDeviceGetCount", ctypes.byref(count))
         if not 0 <= index < count.value:
@@ -147,7 +154,8 @@ class CudaDevice:
         self._keep_free_memory(device)
 
     def _keep_free_memory(self, device: ctypes.c_int) -> None:
-        self._pool, threshold = Handle(), ctypes.c_uint64(POOL_FREE_BYTES)
+        self._pool = Handle()
+        threshold = ctypes.c_uint64(POOL_FREE_BYTES)
         self._call("cuDeviceGetDefaultMemPool", ctypes.byref(self._pool), device)
         self._call("cuMemPoolSetAttribute", self._pool, ctypes.c_int(RELEASE_THRESHOLD), ctypes.byref(threshold))
 
@@ -159,7 +167,8 @@ class CudaDevice:
     def free_memory(self) -> int:
         """The free memory of the GPU, in bytes, with what the driver's pool keeps for the next allocation."""
         self._call("cuMemPoolTrimTo", self._pool, ctypes.c_size_t(0))
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        free = ctypes.c_size_t()
+        total = ctypes.c_size_t()
         self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value
 
@@ -258,7 +267,8 @@ class CudaDevice:
 
     def load(self, image: bytes, names: Sequence[str]) -> dict[str, Function]:
         """Have the driver compile PTX for this GPU: `device.Device`. The module stays as long as the context."""
-        module, functions = Handle(), dict[str, Function]()
+        module = Handle()
+        functions: dict[str, Function] = {}
         self._call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(image))
         for name in names:
             function = Handle()

@@ -180,13 +180,16 @@ def moves(count: int, before: int, after: int) -> Iterator[tuple[int, int, int, 
     last on, as many at once as come to lie behind all that are not moved yet; a line that is moved by less than its
     length is moved in parts. Line 0 stays where it is.
     """
-    width, step, apart = min(before, after), abs(after - before), after > before
+    width = min(before, after)
+    step = abs(after - before)
+    apart = after > before
     first, end = (count, count) if apart else (1, 1)
     while step and (first > 1 if apart else end < count):
         if apart:
             first, end = max(1, -(-first * before // after)), first
         else:
-            first, end = end, min(count, end * before // after)
+            first = end
+            end = min(count, end * before // after)
         if first < end:
             yield first, end - first, 0, width
             continue
@@ -200,7 +203,10 @@ class DeviceCache:
 
     def __init__(self, device: Device, layout: CacheLayout, rows: int, slots: int):
         """Take the memory; no slot is in use."""
-        self.device, self.groups, self.rows, self.capacity = device, groups_of(layout), rows, 0
+        self.device = device
+        self.groups = groups_of(layout)
+        self.rows = rows
+        self.capacity = 0
         self.bases = [device.allocate(rows * _lines(group) * slots * group.size) for group in self.groups]
 
     def resize(self, capacity: int) -> None:
@@ -209,7 +215,9 @@ class DeviceCache:
         New slots are zeros: one that a mask hides weighs 0, and 0 × NaN is NaN.
         """
         for group, base in zip(self.groups, self.bases, strict=True):
-            count, before, after = self.rows * _lines(group), self.capacity * group.size, capacity * group.size
+            count = self.rows * _lines(group)
+            before = self.capacity * group.size
+            after = capacity * group.size
             for first, lines, begin, width in moves(count, before, after) if before else ():
                 self.device.copy(
                     Copy(
@@ -268,7 +276,8 @@ class DeviceCache:
     def move(self, source: int, target: int, filled: int) -> None:
         """Let row `target` hold the `filled` first positions of row `source`."""
         for group, base in zip(self.groups, self.bases, strict=True) if filled else ():
-            line, block = self.capacity * group.size, self.block(group)
+            line = self.capacity * group.size
+            block = self.block(group)
             self.device.copy(
                 Copy(
                     source=base + source * self._row(group),

@@ -63,16 +63,22 @@ class DeviceBatch:
         """Room for `rows` sequences of at most `positions`; `take` takes the memory. `kernels`: those of the device;
         without them keys and values are stored by copies, and all logits sent.
         """
-        self._program, self._device, self._rows, self._chunk = program, device, rows, 0
+        self._program = program
+        self._device = device
+        self._rows = rows
+        self._chunk = 0
         step = slot_step(program.layout)
-        self._positions, self._step = positions // step * step, step
+        self._positions = positions // step * step
+        self._step = step
         self._cache: DeviceCache | None = None
         self._steps: dict[int, _Step] = {}
-        self._prompts, self._sampling = Room(device), Room(device)
+        self._prompts = Room(device)
+        self._sampling = Room(device)
         self._summary = SummaryLayout(rows, program.vocabulary, program.logits_dtype)
         self._kernels = kernels
         self._unread: DeviceLogits | None = None
-        self._captures, self._wasted = program.captures, 0
+        self._captures = program.captures
+        self._wasted = 0
         # by the rows of a step; 0: of prompts, whose want of memory is to show at once
         self._contexts: dict[int, Any] = {0: program.context("prefill")}
 
@@ -162,7 +168,8 @@ class DeviceBatch:
         tokens = np.pad(tokens, ((0, 0), (seq - positions, 0)))
         cache = self._held()
         past = cache.capacity if filled.any() else 0
-        context, shape = self._context(0), CallShape(count, seq, past, scored_positions if self._program.asks else None)
+        context = self._context(0)
+        shape = CallShape(count, seq, past, scored_positions if self._program.asks else None)
         call = bound_call(self._program, context, "prefill", shape, cache.addresses(first), self._prompts)
         call.tokens[:] = tokens
         call.positions[:], real = chunk_layout(seq, filled, lengths)
@@ -187,7 +194,8 @@ class DeviceBatch:
         """Read one token of each row; the next call with as many rows overwrites the returned logits."""
         if self._unread and not self._unread.read:
             self._device.wait()  # what it uploads is written over
-        count, bucket = len(tokens), bucket_of(len(tokens), self._rows)
+        count = len(tokens)
+        bucket = bucket_of(len(tokens), self._rows)
         step = self._steps.get(bucket) or self._made(bucket)
         call = step.call
         call.tokens[:] = call.positions[:] = 0
@@ -201,7 +209,8 @@ class DeviceBatch:
         self._run(step)
         summaries = None
         if self._kernels:
-            room, layout = self._sampling.hold(self._summary), replace(self._summary, rows=count)
+            room = self._sampling.hold(self._summary)
+            layout = replace(self._summary, rows=count)
             summaries = DeviceSummaries(self._kernels, room, layout, call.logits_at)
         else:
             for first, rows, slot in runs(filled.tolist()):
@@ -211,9 +220,13 @@ class DeviceBatch:
 
     def _made(self, bucket: int) -> _Step:
         """The step of a bucket of rows, made once for each capacity."""
-        cache, device, kernels, room = self._held(), self._device, self._kernels, Room(self._device)
+        cache = self._held()
+        device = self._device
+        kernels = self._kernels
+        room = Room(self._device)
         shape = CallShape(bucket, 1, cache.capacity, 1 if self._program.asks else None)
-        context, pasts = self._context(bucket), cache.addresses(0)
+        context = self._context(bucket)
+        pasts = cache.addresses(0)
         call = bound_call(self._program, context, "decode", shape, pasts, room)
         call.mask[:] = 0
         call.mask[:, -1] = 1  # the new token

@@ -84,7 +84,9 @@ class CallShape:
             "position_ids": (self.count, self.seq),
             "attention_mask": (self.count, self.past + self.seq),
         }
-        return shapes if self.asked is None else {**shapes, LOGITS_INDICES: (self.count, self.asked)}
+        if self.asked is None:
+            return shapes
+        return {**shapes, LOGITS_INDICES: (self.count, self.asked)}
 
     @property
     def scored(self) -> int:
@@ -152,7 +154,8 @@ class Room:
             self.host = self._device.host(layout.host)
         if layout.device > self._size:
             self.free()
-            self.address, self._size = self._device.allocate(layout.device), layout.device
+            self.address = self._device.allocate(layout.device)
+            self._size = layout.device
         return self
 
     def free(self) -> None:

@@ -32,12 +32,15 @@ from .step_logits import Summary
 
 PTX = Path(__file__).with_name("kernels.ptx")
 #: Threads of a program, and the words of four bytes that one of `scatter` writes.
-THREADS, WORDS = 128, 512
+THREADS = 128
+WORDS = 512
 #: Blocks that a program of `summarize` takes; 16-bit halves of logits that one of `gather_blocks` may copy.
-TILE, LINE_HALVES = 16, 2 * BLOCK
+TILE = 16
+LINE_HALVES = 2 * BLOCK
 #: The type of logits -> the kernel that summarizes them; uint16 holds BF16.
 SUMMARIZE = {"float32": "summarize_fp32", "float16": "summarize_fp16", "uint16": "summarize_bf16"}
-WORD, HALF = 4, 2
+WORD = 4
+HALF = 2
 LOG = logging.getLogger("fp8q")
 
 
@@ -62,7 +65,8 @@ class DeviceKernels:
         `DeviceCache.write` has them; `slots_at` that of an int64 [rows], the slot of each row, -1 for none.
         """
         for group, source, base in zip(cache.groups, new, cache.bases, strict=True):
-            line, words = group.size // WORD, rows * group.heads * group.size // WORD
+            line = group.size // WORD
+            words = rows * group.heads * group.size // WORD
             strides = (cache.capacity * line, new_block(group, rows, 1) // WORD, cache.block(group) // WORD)
             self._launch(
                 "scatter",
@@ -166,7 +170,11 @@ def scattered(past: NDArray[Any], new: NDArray[Any], slots: NDArray[np.int64]) -
 
 #: The example: rows; a vocabulary of several tiles, whose last block is broken; heads and bytes of a line, which are
 #: several programs of `scatter`, the last one broken.
-_ROWS, _VOCABULARY, _HEADS, _LINE, _CAPACITY = 3, TILE * BLOCK * 2 + BLOCK + 5, 2, 520, 8
+_ROWS = 3
+_VOCABULARY = TILE * BLOCK * 2 + BLOCK + 5
+_HEADS = 2
+_LINE = 520
+_CAPACITY = 8
 #: Slots that a captured `scatter` writes at first, and when it is repeated.
 _SLOTS = ((5, -1, 0), (-1, 2, 7))
 
@@ -191,7 +199,8 @@ def _try_scatter(kernels: DeviceKernels) -> None:
     expected = np.zeros((2, _ROWS, _HEADS, _CAPACITY, _LINE), np.uint8)
     try:
         with _Example(device) as example:
-            new_at, slots_at = example.put(new), example.put(np.array(_SLOTS[0]))
+            new_at = example.put(new)
+            slots_at = example.put(np.array(_SLOTS[0]))
 
             def work() -> None:
                 kernels.scatter(cache, [new_at], _ROWS, slots_at)
@@ -220,9 +229,11 @@ def _try_logits(kernels: DeviceKernels, dtype: np.dtype[Any]) -> None:
     logits = (values.view(np.uint32) >> 16).astype(dtype) if dtype == np.uint16 else values.astype(dtype)
     inverses = np.array([1.0, 2.0, 0.5], np.float32)
     pairs = np.array([[2, 0], [0, TILE], [1, 2 * TILE - 1], [_ROWS - 1, _VOCABULARY // BLOCK]], np.int32)
-    expected, blocks = summarized(float_logits(logits.view(np.uint8), dtype), inverses), gathered_blocks(logits, pairs)
+    expected = summarized(float_logits(logits.view(np.uint8), dtype), inverses)
+    blocks = gathered_blocks(logits, pairs)
     with _Example(kernels.device) as example:
-        at, out = example.put(logits), example.put(np.zeros_like(blocks))
+        at = example.put(logits)
+        out = example.put(np.zeros_like(blocks))
         maxima, sums, places = (example.put(np.zeros_like(part)) for part in expected)
         summary = maxima, sums, places
         kernels.summarize(at, dtype, _ROWS, _VOCABULARY, example.put(inverses), summary)
@@ -245,7 +256,8 @@ class _Example:
     """Arrays on a device while the block runs."""
 
     def __init__(self, device: Device):
-        self._device, self._held = device, list[int]()
+        self._device = device
+        self._held = list[int]()
 
     def __enter__(self) -> "_Example":
         return self

@@ -72,8 +72,13 @@ class DeviceSummaries:
 
     def __init__(self, kernels: DeviceKernels, room: Room, layout: SummaryLayout, logits: int):
         """Ask for nothing yet."""
-        self._kernels, self._room, self._layout, self._logits = kernels, room, layout, logits
-        self.count, self.most_blocks, self.read = layout.rows, layout.rows * layout.most_blocks, False
+        self._kernels = kernels
+        self._room = room
+        self._layout = layout
+        self._logits = logits
+        self.count = layout.rows
+        self.most_blocks = layout.rows * layout.most_blocks
+        self.read = False
 
     def _part(self, number: int, size: int) -> tuple[NDArray[np.uint8], int]:
         """The first `size` bytes of a part on the host, and its address on the device."""
@@ -82,7 +87,9 @@ class DeviceSummaries:
 
     def summary(self, temperatures: NDArray[np.float32]) -> Summary:
         """Summarize, and wait: `Summaries.summary`."""
-        device, layout, count = self._kernels.device, self._layout, self.count
+        device = self._kernels.device
+        layout = self._layout
+        count = self.count
         inverses, inverses_at = self._part(0, 4 * count)
         inverses.view(np.float32)[:] = 1.0 / temperatures
         device.upload(inverses, inverses_at)
@@ -99,7 +106,9 @@ class DeviceSummaries:
 
     def blocks(self, pairs: NDArray[np.int32]) -> NDArray[np.float32]:
         """Gather blocks, and wait: `Summaries.blocks`."""
-        device, layout, count = self._kernels.device, self._layout, len(pairs)
+        device = self._kernels.device
+        layout = self._layout
+        count = len(pairs)
         asked, asked_at = self._part(1, 8 * count)
         asked.view(np.int32)[:] = pairs.reshape(-1)
         device.upload(asked, asked_at)
@@ -121,9 +130,13 @@ class DeviceLogits:
         self, device: Device, at: int, raw: NDArray[np.uint8], dtype: np.dtype[Any], summaries: DeviceSummaries | None
     ):
         """Ask for nothing yet."""
-        self._device, self._at, self._raw, self._dtype = device, at, raw, dtype
+        self._device = device
+        self._at = at
+        self._raw = raw
+        self._dtype = dtype
         self.summaries: Summaries | None = summaries
-        self._summaries, self._read = summaries, False
+        self._summaries = summaries
+        self._read = False
 
     @property
     def read(self) -> bool:

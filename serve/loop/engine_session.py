@@ -53,7 +53,8 @@ DTYPES = {"FLOAT": np.float32, "HALF": np.float16, "BF16": np.uint16, "FP8": np.
 CHUNK = 1024
 #: The file beside a plan that TensorRT-RTX's compiled kernels are stored in; and the variable that names a folder for
 #: those of plans whose folder is read-only, as a mounted repository may be.
-KERNELS, KERNELS_FOLDER = ".kernels", "FP8Q_KERNELS"
+KERNELS = ".kernels"
+KERNELS_FOLDER = "FP8Q_KERNELS"
 LOG = logging.getLogger("fp8q")
 
 
@@ -75,7 +76,8 @@ def bounds_of(tokens: Sequence[tuple[int, int]], capacities: Sequence[int]) -> B
     A step takes the profile of the fewest tokens a row, a prompt that of the most; one profile may be both.
     """
     lengths = [length for _, length in tokens]
-    decode, prefill = lengths.index(min(lengths)), lengths.index(max(lengths))
+    decode = lengths.index(min(lengths))
+    prefill = lengths.index(max(lengths))
     both = (decode, prefill)
     return Bounds(
         {"decode": decode, "prefill": prefill},
@@ -214,11 +216,13 @@ class EngineSession:
         Raises DeviceMemoryError, saying what fits, where the GPU's free memory does not hold the cache that is asked
         for beside what the longest call works in: a server that found out later would lose the requests in flight.
         """
-        step, chunk = slot_step(self.layout), self.pace.chunk
+        step = slot_step(self.layout)
+        chunk = self.pace.chunk
         positions = min(-(-positions // step) * step, self.most_positions or positions)
         batch = DeviceBatch(self, self.device, rows, positions, self._own_kernels)
         works = self._longest_needs(batch.context, CallShape(1, chunk, positions, 1 if self.asks else None))
-        calls, free = batch.call_bytes(chunk) + self._memory.lacking(works), self.device.free_memory()
+        calls = batch.call_bytes(chunk) + self._memory.lacking(works)
+        free = self.device.free_memory()
         if cache_bytes(self.layout, rows, positions) + calls > free:
             raise self._no_room(rows, positions, calls, free)
         self._memory.block(works)
@@ -236,9 +240,11 @@ class EngineSession:
 
     def _no_room(self, rows: int, positions: int, calls: int, free: int) -> DeviceMemoryError:
         """The error for a cache that the `free` bytes do not hold beside those of the `calls`."""
-        row, room = cache_bytes(self.layout, 1, positions), max(free - calls, 0)
+        row = cache_bytes(self.layout, 1, positions)
+        room = max(free - calls, 0)
         step = slot_step(self.layout)
-        fit, longest = room // row, room // cache_bytes(self.layout, 1, step) * step
+        fit = room // row
+        longest = room // cache_bytes(self.layout, 1, step) * step
         remedy = f"build an engine with --max-seq-len {longest} or less" if longest else "end what else runs there"
         return DeviceMemoryError(
             f"a cache of {rows} sequence{'s' if rows > 1 else ''} of {positions:,} positions takes "
@@ -259,7 +265,8 @@ class EngineSession:
         if self._kernels is None:
             context = self._engine.create_execution_context(shared)
         else:
-            graphs, config = self._library.CudaGraphStrategy, self._kernels.config()
+            graphs = self._library.CudaGraphStrategy
+            config = self._kernels.config()
             config.set_execution_context_allocation_strategy(shared)
             captures = phase == "decode" and not self._branches
             config.cuda_graph_strategy = graphs.WHOLE_GRAPH_CAPTURE if captures else graphs.DISABLED
@@ -303,7 +310,9 @@ class Kernels:
 
     def __init__(self, paths: Sequence[Path], engine: Any):
         """Load the kernels of the newest of `paths` that has some of this GPU and version; others are compiled anew."""
-        self._paths, self._engine, self._fresh = paths, engine, False
+        self._paths = paths
+        self._engine = engine
+        self._fresh = False
         self._met = set[tuple[tuple[str, tuple[int, ...]], ...]]()
         self._cache = self._empty()
         there = [path for path in paths if path.is_file()]

@@ -108,7 +108,8 @@ class Generator:
         limit = min(asked.max_tokens, self.positions - len(ready.prompt))
         end = frozenset[int]() if asked.ignore_end else self.vocabulary.end
         first = len(ready.prompt) if asked.prompt_logprobs is None else 1
-        prompt, forced = ready.prompt[:first], ready.prompt[first:]
+        prompt = ready.prompt[:first]
+        forced = ready.prompt[first:]
         limit += len(forced)
         self._waiting.append(Row(self._tickets, asked, prompt, limit, text, end, forced=forced, client=client))
         return self._tickets
@@ -169,7 +170,8 @@ class Generator:
         if not count:
             return []
         rows = self._rows[:count]
-        tokens, filled = np.array([row.last for row in rows]), np.array([row.filled for row in rows])
+        tokens = np.array([row.last for row in rows])
+        filled = np.array([row.filled for row in rows])
         logits = self._batch.decode(tokens, filled)
         answering = [(row, index) for index, row in enumerate(rows) if row.answering]
         for row, _ in answering:
@@ -182,7 +184,8 @@ class Generator:
         """
         first, lengths = self._chunk()
         if others:
-            positions, pace = max(lengths, default=0) * len(lengths), self._pace
+            positions = max(lengths, default=0) * len(lengths)
+            pace = self._pace
             self._credit = min(self._credit + pace.share + others - 1, max(pace.chunk, pace.saved))
             if self._credit < positions:
                 return []
@@ -207,7 +210,8 @@ class Generator:
             return 0, []
         waits = [index for index, length in enumerate(left) if length]
         first = min(waits, key=lambda index: (self._rows[index].turn, self._rows[index].filled))
-        end, longest = first + 1, left[first]
+        end = first + 1
+        longest = left[first]
         while end < len(left) and left[end] and (end + 1 - first) * max(longest, left[end]) <= self._pace.chunk:
             longest = max(longest, left[end])
             end += 1

@@ -16,7 +16,9 @@ from .engine_session import RUNTIMES, EngineRuntime, EngineSession
 from .sessions import Session, SessionError, open_session
 
 LOG = logging.getLogger("fp8q")
-ENGINES, ONNX_RUNTIME, AUTO = "engines", "onnxruntime", "auto"
+ENGINES = "engines"
+ONNX_RUNTIME = "onnxruntime"
+AUTO = "auto"
 
 
 def plan_path(version: Path, runtime: EngineRuntime, target: str) -> Path:

@@ -123,7 +123,9 @@ class HostBatch:
 
     def __init__(self, session: HostGraph, rows: int, positions: int):
         """Room for `rows` sequences of at most `positions`; memory is taken as it is needed."""
-        self._session, self._rows, self._positions = session, rows, positions
+        self._session = session
+        self._rows = rows
+        self._positions = positions
         self._cache: HostCache | None = None
         self._steps: dict[int, _Step] = {}
 
@@ -153,7 +155,8 @@ class HostBatch:
         self, first: int, tokens: NDArray[np.int64], filled: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> NDArray[np.float32]:
         """Read a chunk of prompts; the outputs of padding are discarded."""
-        cache, count = self._held(), len(tokens)
+        cache = self._held()
+        count = len(tokens)
         positions, real = chunk_layout(tokens.shape[1], filled, lengths)
         # nothing is filled before the first chunk: spare attention the buffer
         past = cache.past(first, count) if filled.any() else None
@@ -178,8 +181,10 @@ class HostBatch:
 
     def bound(self, count: int) -> _Step:
         """The step of `count` rows, made once for each capacity."""
-        cache, layout = self._held(), self._session.layout
-        tokens, positions = np.zeros((count, 1), np.int64), np.zeros((count, 1), np.int64)
+        cache = self._held()
+        layout = self._session.layout
+        tokens = np.zeros((count, 1), np.int64)
+        positions = np.zeros((count, 1), np.int64)
         mask = np.zeros((count, cache.capacity + 1), np.int64)
         mask[:, -1] = 1  # the new token
         logits = np.empty((count, 1, self._session.vocabulary), np.float32)

@@ -18,9 +18,11 @@ from .text import TextStream, Vocabulary
 
 #: A prompt of more characters than this for each of the model's positions is refused untokenized.
 CHARACTERS_A_POSITION = 16
-MOST_STOP_WORDS, MOST_STOP_CHARACTERS = 16, 256
+MOST_STOP_WORDS = 16
+MOST_STOP_CHARACTERS = 256
 #: Log-probabilities that may be asked for with each token, and penalties either way, as in OpenAI's API.
-MOST_LOGPROBS, MOST_PENALTY = 20, 2.0
+MOST_LOGPROBS = 20
+MOST_PENALTY = 2.0
 MOST_SEED = 2**64 - 1
 
 FinishReason = Literal["stop", "length", "error"]
@@ -77,12 +79,14 @@ class Request:
             _check(name, getattr(self, name), -MOST_PENALTY <= getattr(self, name) <= MOST_PENALTY, "from -2 to 2")
         _check("seed", self.seed, self.seed is None or 0 <= self.seed <= MOST_SEED, "from 0 to 2^64 - 1")
         for name in ("logprobs", "prompt_logprobs"):
-            number, most = getattr(self, name), MOST_LOGPROBS
+            number = getattr(self, name)
+            most = MOST_LOGPROBS
             _check(name, number, number is None or 0 <= number <= most, f"from 0 to {most}")
         self._check_stop_words()
 
     def _check_stop_words(self) -> None:
-        count, longest = len(self.stop_words), max(map(len, self.stop_words), default=0)
+        count = len(self.stop_words)
+        longest = max(map(len, self.stop_words), default=0)
         if count > MOST_STOP_WORDS or longest > MOST_STOP_CHARACTERS:
             raise RequestError(
                 f"stop_words are {count:,}, the longest of {longest:,} characters; there may be at most "
@@ -150,7 +154,8 @@ def tokenize_request(request: Request, vocabulary: Vocabulary, positions: int, t
     Raises RequestError when the prompt has no tokens, leaves no position for an answer, is so long that it is not even
     tokenized, or has tokens that the model does not have.
     """
-    prompt, most = request.prompt, CHARACTERS_A_POSITION * positions
+    prompt = request.prompt
+    most = CHARACTERS_A_POSITION * positions
     if isinstance(prompt, str) and len(prompt) > most:
         raise TooLongError(
             f"the prompt has {len(prompt):,} characters, more than {most:,}, and the model {positions} positions for "

@@ -48,16 +48,20 @@ from .step_logits import StepLogits, Summaries, Summary
 #: Weights of a block, which are summed first.
 BLOCK = 64
 #: Bounds of the relative error of sums of weights in FP32 (see above), and in FP64.
-SLACK, FINE_SLACK = 2.0**-17, 2.0**-40
+SLACK = 2.0**-17
+FINE_SLACK = 2.0**-40
 #: Temperatures, and magnitudes of the best logit, for which these bounds hold; other rows are chosen by themselves.
-TEMPERATURES, LARGEST_TOP = (0.02, 50.0), 1e30
+TEMPERATURES = (0.02, 50.0)
+LARGEST_TOP = 1e30
 #: The nucleus is looked for among tokens so probable that so many of them would hold 1 - top_p; at last among those of
 #: which the whole vocabulary would.
 NEAR = (1 << 10, 1 << 13, 1 << 16)
 #: The same where each block is sent, in smaller steps.
 NEAR_SENT = tuple(4**power for power in range(2, 9))
 #: Logits of a row that are worth this, and of all rows that are worth a thread; the most threads.
-ROW_WORTH, THREAD_WORTH, MOST_THREADS = 1 << 12, 1 << 19, 8
+ROW_WORTH = 1 << 12
+THREAD_WORTH = 1 << 19
+MOST_THREADS = 8
 #: The choice of a row: it asks for the logits of blocks, and returns a token, or None if they do not decide.
 Asking = Generator[NDArray[np.int64], NDArray[np.float32], int | None]
 
@@ -203,7 +207,9 @@ def _pool() -> ThreadPoolExecutor:
 
 def draw_uniform(choice: RowChoice) -> float:
     """Draw the uniform number for a token from its request's generator."""
-    return float(choice.random.random()) if choice.sampling.temperature and choice.random else 0.0
+    if choice.sampling.temperature and choice.random:
+        return float(choice.random.random())
+    return 0.0
 
 
 def _chosen(pairs: Sequence[tuple[RowChoice, float]]) -> list[int | Exception]:
@@ -240,7 +246,8 @@ def _room(size: int) -> NDArray[np.float32]:
     """A thread's memory for so many weights, whole blocks, zeros behind them."""
     room: NDArray[np.float32] | None = getattr(_rooms, "weights", None)
     if room is None or getattr(_rooms, "size", 0) != size:
-        _rooms.size, room = size, np.zeros(-(-size // BLOCK) * BLOCK, np.float32)
+        _rooms.size = size
+        room = np.zeros(-(-size // BLOCK) * BLOCK, np.float32)
         _rooms.weights = room
     return room
 
@@ -275,7 +282,8 @@ class WeighedRow:
 
     def token_in(self, block: int, logits: NDArray[np.float32], uniform: float) -> int | None:
         """Go through the tokens of the block at `uniform`, whose `logits` these are, until they hold that."""
-        target, error = uniform * self.total, 2 * SLACK * self.total
+        target = uniform * self.total
+        error = 2 * SLACK * self.total
         begin = float(self.blocks[: block + 1].cumsum()[block] - self.blocks[block])
         inside = begin + self.weights(logits).cumsum()
         token = int(inside.searchsorted(target, side="right"))
@@ -308,7 +316,8 @@ class WeighedRow:
         `tokens`, by id: some that hold it, with their `logits`, and none that is worse than another is missing.
         """
         order = best_first(logits)
-        tokens, logits = tokens[order], logits[order]
+        tokens = tokens[order]
+        logits = logits[order]
         weights = self.weights(logits)
         if ((logits[:-1] != logits[1:]) & (weights[:-1] - weights[1:] < FINE_SLACK * weights[:-1])).any():
             return None  # divided by their sum they may be equal, and then they are ordered by id
@@ -333,7 +342,9 @@ def weigh_blocks(maxima: NDArray[np.float32], sums: NDArray[np.float32], tempera
         return None
     blocks = sums.astype(np.float64) * np.exp((maxima.astype(np.float64) - top) / temperature)
     total = float(blocks.sum())
-    return WeighedRow(top, temperature, blocks, total) if isfinite(total) else None
+    if isfinite(total):
+        return WeighedRow(top, temperature, blocks, total)
+    return None
 
 
 def weigh_row(logits: NDArray[np.float32], temperature: float) -> WeighedRow | None:
@@ -475,7 +486,8 @@ def _drawn(blocks: Summary, sampling: Sampling, uniform: float, most: int) -> As
             return None
         logits = yield np.array([block])
         return row.token_in(block, logits[0], uniform)
-    sent, logits = np.zeros(0, np.int64), np.zeros((0, BLOCK), np.float32)
+    sent = np.zeros(0, np.int64)
+    logits = np.zeros((0, BLOCK), np.float32)
     for count in (*NEAR_SENT, BLOCK * len(blocks.maxima)):
         floor = row.floor(sampling.top_p, count)
         near = np.flatnonzero(blocks.maxima >= floor)
@@ -486,9 +498,11 @@ def _drawn(blocks: Summary, sampling: Sampling, uniform: float, most: int) -> As
         if len(unsent := np.setdiff1d(near, sent)):
             further = yield unsent
             order = np.concatenate([sent, unsent]).argsort()
-            sent, logits = near, np.concatenate([logits, further])[order]
+            sent = near
+            logits = np.concatenate([logits, further])[order]
         at, places = np.nonzero(logits >= floor)
-        tokens, likely = BLOCK * near[at] + places, logits[at, places]
+        tokens = BLOCK * near[at] + places
+        likely = logits[at, places]
         if row.holds(likely, sampling.top_p):
             return row.token_of_nucleus(tokens, likely, sampling.top_p, uniform)
     return None

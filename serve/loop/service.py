@@ -27,7 +27,8 @@ LOG = logging.getLogger("fp8q")
 #: Threads that tokenize; the library lets the others go on meanwhile.
 TOKENIZERS = 2
 #: Requests that may be here beside those that a batch holds, and beside these for clients that have none here.
-MAX_WAITING, RESERVED = 256, 32
+MAX_WAITING = 256
+RESERVED = 32
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,10 @@ class Ongoing:
 
     def __init__(self, service: "Service", receive: Receive, gone: Callable[[], bool] | None, client: str):
         """Whom to tell, whom to ask whether anybody still waits, and who asked."""
-        self._service, self.receive, self.gone, self.client = service, receive, gone, client
+        self._service = service
+        self.receive = receive
+        self.gone = gone
+        self.client = client
         self.ticket: int | None = None
         self.over = False
 
@@ -107,7 +111,8 @@ class Service:
                 raise GenerationError(self.failure)
             if self._closing:
                 raise BusyError("the service is closing; ask another")
-            here, most = len(self._here), self._most
+            here = len(self._here)
+            most = self._most
             if client and all(other.client != client for other in self._here):
                 most += RESERVED
             if here >= most:

@@ -27,7 +27,8 @@ from .host_batch import LOGITS_INDICES, Forward, HostBatch, last_indices
 from .step_logits import StepLogits
 
 #: onnx.TensorProto.DataType of logits and of tokens.
-FLOAT, INT64 = 1, 7
+FLOAT = 1
+INT64 = 7
 #: ONNX Runtime's name of an element type -> the dtype that holds it on the host, its number in
 #: onnx.TensorProto.DataType.
 ELEMENTS: dict[str, tuple[type[np.generic], int]] = {
@@ -35,7 +36,8 @@ ELEMENTS: dict[str, tuple[type[np.generic], int]] = {
     "tensor(float8e4m3fn)": (np.uint8, 17),
 }
 TOKEN_INPUTS = ("input_ids", "attention_mask", "position_ids")
-PAST, NEW = "past_key_values.", "new_key_values."
+PAST = "past_key_values."
+NEW = "new_key_values."
 
 
 class SessionError(RuntimeError):

@@ -61,7 +61,9 @@ class ModelFileError(ValueError):
     def __init__(self, subject: Path, fault: str, remedy: str):
         """Store the parts."""
         super().__init__(subject, fault, remedy)
-        self.subject, self.fault, self.remedy = str(subject), fault, remedy
+        self.subject = str(subject)
+        self.fault = fault
+        self.remedy = remedy
 
     def __str__(self) -> str:
         """Render the error as one line."""
@@ -92,7 +94,8 @@ class Vocabulary:
 
         Raises ModelFileError when a file is missing or damaged, or config.json names no number of positions.
         """
-        config, generation = directory / "config.json", directory / "generation_config.json"
+        config = directory / "config.json"
+        generation = directory / "generation_config.json"
         fields = _read_json(config)
         text = fields.get("text_config") or fields  # models of text and images keep the language model's numbers there
         tokens = text if isinstance(text, dict) else {}
@@ -120,7 +123,9 @@ class Vocabulary:
         """
         # other threads go on meanwhile
         ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=special_tokens).ids
-        return ids[1:] if special_tokens and self.begin is not None and ids[:2] == [self.begin] * 2 else ids
+        if special_tokens and self.begin is not None and ids[:2] == [self.begin] * 2:
+            return ids[1:]
+        return ids
 
     @cached_property
     def special(self) -> Mapping[int, str]:
@@ -156,7 +161,9 @@ class Vocabulary:
         name = self.tokenizer.id_to_token(token) or ""
         if BYTE.fullmatch(name):
             return bytes([int(name[3:5], 16)])
-        return bytes(ALPHABET[letter] for letter in name) if name and set(name) <= set(ALPHABET) else None
+        if name and set(name) <= set(ALPHABET):
+            return bytes(ALPHABET[letter] for letter in name)
+        return None
 
     def offsets_in(self, prompt: str, tokens: Sequence[int]) -> list[int]:
         """The offset in `prompt`, in characters, of each of its `tokens`; 0 for a BOS that the tokenizer added.
@@ -175,7 +182,8 @@ class Vocabulary:
 
         The last number is where a token behind them would begin.
         """
-        text, offsets = TextStream(self.tokenizer, (), skip_special_tokens=False), [0]
+        text = TextStream(self.tokenizer, (), skip_special_tokens=False)
+        offsets = [0]
         for token in tokens:
             text.push(token)
             offsets.append(text.characters)
@@ -274,12 +282,17 @@ class TextStream:
         it, since half of all that is decoded is the last token by itself. `special`: the texts of special tokens, which
         stop words may hold; `skip_special_tokens`: they are no part of the text.
         """
-        self.stopped, self.added, self.characters = False, "", 0
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._stop_words, self._special = stop_words, special
+        self.stopped = False
+        self.added = ""
+        self.characters = 0
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._stop_words = stop_words
+        self._special = special
         self._window = neighbours(tokenizer, prompt)
         text = self._decode()
-        self._emitted, self._broken = len(text), text if text.endswith(REPLACEMENT) else ""
+        self._emitted = len(text)
+        self._broken = text if text.endswith(REPLACEMENT) else ""
         self._complete = self._complete_length(text) if self._broken else self._emitted
         self._lengths = {} if lengths is None else lengths
         self._fresh = list(self._window) if self._broken else []
@@ -323,11 +336,10 @@ class TextStream:
             return ""
         self.added = text[start:]
         self.characters += len(self.added)
-        self._window, self._fresh, self._broken = (
-            self._fresh,
-            [],
-            "",
-        )  # this piece's tokens are the next one's neighbours
+        # this piece's tokens are the next one's neighbours
+        self._window = self._fresh
+        self._fresh = []
+        self._broken = ""
         self._emitted = self._length()
         return self._until_stop(self.added)
 
@@ -335,7 +347,9 @@ class TextStream:
         """Return where the new part of the window's `text` begins: behind what is out, or before the character that the
         prompt ends within and that is complete now.
         """
-        return self._complete if self._broken and not text.startswith(self._broken) else self._emitted
+        if self._broken and not text.startswith(self._broken):
+            return self._complete
+        return self._emitted
 
     def flush(self) -> str:
         """Return the text that was held back, after the last token."""
@@ -363,7 +377,8 @@ class TextStream:
 
     def _take(self, length: int) -> str:
         """Let go of the first `length` characters that are held back; return those of them that are shown."""
-        taken, rest = "", []
+        taken = ""
+        rest = []
         for part, shown in self._pending:
             taken += part[:length] if shown else ""
             rest += [(part[length:], shown)] if part[length:] else []

@@ -88,8 +88,10 @@ class TritonPythonModel:
         instance for, if it did; Triton shows what is raised as the reason why the model does not load.
         """
         config = json.loads(args["model_config"])
-        version, weights = Path(__file__).parent, _parameter(config, "weights")
-        runtime, max_batch = _parameter(config, "runtime"), _max_batch(config)
+        version = Path(__file__).parent
+        weights = _parameter(config, "weights")
+        runtime = _parameter(config, "runtime")
+        max_batch = _max_batch(config)
         vocabulary = Vocabulary.read(version / weights)
         gpu = int(args["model_instance_device_id"]) if args["model_instance_kind"] == "GPU" else None
         session = open_here(version, weights, runtime, gpu)

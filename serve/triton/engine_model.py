@@ -32,7 +32,8 @@ from ...export.onnx_file.tensors import type_name
 
 #: The suffix of the plain engine's name, after the name of the Python model.
 SUFFIX = "_engine"
-PLAN, DESCRIPTION = "model.plan", "engine.json"
+PLAN = "model.plan"
+DESCRIPTION = "engine.json"
 PLATFORM = "tensorrt_plan"
 #: ONNX's element types that Triton's TensorRT backend takes -> their names in its schema.
 TRITON_TYPES = {
@@ -173,7 +174,8 @@ def engine_config(name: str, model: EngineModel, gpus: Sequence[int] | None = No
         warmed = config.model_warmup.add(name=profile.name, batch_size=1)
         for tensor, (kind, dims) in warm_inputs(model, profile).items():
             entry = warmed.inputs[tensor]
-            entry.data_type, entry.zero_data = config_pb2.DataType.Value(kind), True
+            entry.data_type = config_pb2.DataType.Value(kind)
+            entry.zero_data = True
             entry.dims.extend(dims)
     return str(text_format.MessageToString(config))
 

@@ -38,7 +38,8 @@ def refuse_foreign(out: Path, recorded: Collection[str] = ()) -> None:
     if not out.is_dir():
         raise InputError(out, "is no directory, and the Triton repository would be one", "name another with --out")
     with disk_errors(out):
-        there, known = _files(out), {*recorded, *_marked(out)}
+        there = _files(out)
+        known = {*recorded, *_marked(out)}
     if there and not known:
         raise InputError(
             out, "is not empty and is no repository that fp8q wrote", "name a new or empty directory with --out"

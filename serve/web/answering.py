@@ -49,7 +49,9 @@ class AnswerResponse(Response):
     def __init__(self, handed: Handed, delivery: Delivery, counts: ModelMetrics, begun: float):
         """`begun`: when the request came, in seconds of `perf_counter`."""
         self.background = None
-        self._handed, self._delivery, self._counts = handed, delivery, counts
+        self._handed = handed
+        self._delivery = delivery
+        self._counts = counts
         self._times = [begun] * len(handed.ongoing)
         self._last: list[Piece | None] = [None] * len(handed.ongoing)
         self._started = False
@@ -105,7 +107,8 @@ class AnswerResponse(Response):
         return Refusal(500, failed.reason)
 
     def _count(self, arrived: Arrived, piece: Piece) -> None:
-        index, counts = arrived.answer, self._counts
+        index = arrived.answer
+        counts = self._counts
         if piece.of_prompt:
             return
         if self._last[index] is None:

@@ -79,14 +79,18 @@ class StreamWriter:
 
     def __init__(self, form: AnswerForm, head: str, with_usage: bool, counting: bool):
         """`head`: the JSON that every chunk begins with, its brace open; `counting`: with usage, every chunk has it."""
-        self._form, self._before = form, f'data: {head}, "choices": ['
-        self._after, self._counts = (', "usage": null}\n\n' if with_usage else "}\n\n"), with_usage
+        self._form = form
+        self._before = f'data: {head}, "choices": ['
+        self._after = ', "usage": null}\n\n' if with_usage else "}\n\n"
+        self._counts = with_usage
         self._counting = with_usage and counting
 
     def opening(self, index: int) -> str:
         """The event before all others of an answer; empty where there is none."""
         choice = self._form.opening(index)
-        return "" if choice is None else f"{self._before}{choice}]{self._after}"
+        if choice is None:
+            return ""
+        return f"{self._before}{choice}]{self._after}"
 
     def chunk(self, index: int, part: AnswerPart) -> str:
         """The event with the new pieces of an answer."""
@@ -101,13 +105,16 @@ class StreamWriter:
 
 def usage(last: Sequence[Piece]) -> dict[str, int]:
     """Count the tokens of all prompts and answers, from their last pieces."""
-    prompt, answer = sum(piece.input_tokens for piece in last), sum(piece.output_tokens for piece in last)
+    prompt = sum(piece.input_tokens for piece in last)
+    answer = sum(piece.output_tokens for piece in last)
     return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 
 
 def _tail(part: AnswerPart) -> str:
     reason = part.finish_reason
-    return f'"finish_reason": "{reason}"}}' if reason else '"finish_reason": null}'
+    if reason:
+        return f'"finish_reason": "{reason}"}}'
+    return '"finish_reason": null}'
 
 
 class CompletionForm:
@@ -123,7 +130,10 @@ class CompletionForm:
         """`vocabulary` gives the text of single tokens. `of_prompt`: the prompt's tokens are listed too, by id;
         `echoed`: the prompts that answers begin with, which are tokenized with `special_tokens`.
         """
-        self._vocabulary, self._logprobs, self._of_prompt, self._echoed = vocabulary, logprobs, of_prompt, echoed
+        self._vocabulary = vocabulary
+        self._logprobs = logprobs
+        self._of_prompt = of_prompt
+        self._echoed = echoed
         self._special_tokens = special_tokens
         self._offsets: dict[int, int] = {}  # where the next token of an answer begins in its text
 
@@ -138,10 +148,12 @@ class CompletionForm:
 
     def _with_prompt(self, index: int, part: AnswerPart) -> dict[str, Any]:
         """A whole answer behind its prompt. The first token has no log-probability, as vLLM and OpenAI have it."""
-        prompt, vocabulary = self._echoed[index], self._vocabulary
+        prompt = self._echoed[index]
+        vocabulary = self._vocabulary
         ids = vocabulary.encode(prompt, self._special_tokens) if isinstance(prompt, str) else prompt
         if isinstance(prompt, str):
-            text, offsets = prompt, vocabulary.offsets_in(prompt, ids)
+            text = prompt
+            offsets = vocabulary.offsets_in(prompt, ids)
         else:
             text, (*offsets, end) = vocabulary.text(ids), vocabulary.offsets(ids)
             if not vocabulary.text([*ids, *(piece.token for piece in part.pieces)]).startswith(text):
@@ -160,7 +172,8 @@ class CompletionForm:
 
     def _by_token(self, piece: Piece) -> dict[str, dict[str, Any]]:
         """A token of the prompt and the best ones in its place, by id, as vLLM has them."""
-        text, listed = self._vocabulary.token_text, (piece.token, piece.logprob)
+        text = self._vocabulary.token_text
+        listed = (piece.token, piece.logprob)
         return {
             str(token): {"logprob": _finite(logprob), "decoded_token": text(token)}
             for token, logprob in (listed, *piece.best)
@@ -178,7 +191,9 @@ class CompletionForm:
     def _listed(self, index: int, part: AnswerPart) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        names, offsets, offset = [self._names(piece) for piece in part.pieces], [], self._offsets.get(index, 0)
+        names = [self._names(piece) for piece in part.pieces]
+        offsets = []
+        offset = self._offsets.get(index, 0)
         for piece in part.pieces:
             offsets.append(offset)
             offset += len(piece.added)
@@ -199,7 +214,8 @@ class CompletionForm:
         Of several with one text (`▁the` and `the` by themselves, parts of characters) the likeliest has it, and the
         others are `token_id:N`, as vLLM calls tokens by their ids.
         """
-        names, taken = dict[int, str](), set[str]()
+        names: dict[int, str] = {}
+        taken: set[str] = set()
         for token in (
             *(token for token, _ in piece.best),
             piece.token,
@@ -214,11 +230,14 @@ class CompletionForm:
 class ChatForm:
     """`/v1/chat/completions`; logprobs are one object for each token."""
 
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    prefix = "chatcmpl"
 
     def __init__(self, vocabulary: Vocabulary, logprobs: bool):
         """`vocabulary` gives the text of single tokens."""
-        self._vocabulary, self._logprobs = vocabulary, logprobs
+        self._vocabulary = vocabulary
+        self._logprobs = logprobs
 
     def choice(self, index: int, part: AnswerPart) -> dict[str, Any]:
         """A whole answer."""
@@ -251,11 +270,14 @@ class ChatForm:
         """A token. The bytes of all that were `added`, put together, are the text: the first one of an answer may lack
         the space that it has within a text.
         """
-        name, token_bytes = self._vocabulary.token_text(token), self._vocabulary.token_bytes(token)
+        name = self._vocabulary.token_text(token)
+        token_bytes = self._vocabulary.token_bytes(token)
         if token_bytes is not None and added and token_bytes.endswith(added.encode()):
             token_bytes = added.encode()
         return {"token": name, "logprob": _finite(logprob), "bytes": None if token_bytes is None else list(token_bytes)}
 
 
 def _finite(logprob: float | None) -> float | None:
-    return None if logprob is None else max(logprob, LOWEST)
+    if logprob is None:
+        return None
+    return max(logprob, LOWEST)

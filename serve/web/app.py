@@ -146,7 +146,8 @@ def _add_answers(app: FastAPI, serving: Serving) -> None:
     @app.post("/v1/completions", response_model=Completion, responses=responses)
     async def completions(fields: CompletionFields, request: Request) -> Response:
         """Go on from a prompt, or from several."""
-        begun, model = perf_counter(), serving.find(fields.model)
+        begun = perf_counter()
+        model = serving.find(fields.model)
         items = prompts(fields.prompt, model.positions)
         of_prompt = fields.prompt_logprobs
         if of_prompt is not None and (refused := _without_prompt_logprobs(fields, model, items)):
@@ -166,7 +167,8 @@ def _add_answers(app: FastAPI, serving: Serving) -> None:
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=responses)
     async def chat(fields: ChatFields, request: Request) -> Response:
         """Answer a chat, by the template of the model's tokenizer."""
-        begun, model = perf_counter(), serving.find(fields.model)
+        begun = perf_counter()
+        model = serving.find(fields.model)
         if fields.top_logprobs and not fields.logprobs:
             raise Refusal(400, "top_logprobs: needs logprobs; set that to true, or leave this out", "top_logprobs")
         said = sum(message.characters for message in fields.messages)

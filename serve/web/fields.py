@@ -20,7 +20,8 @@ from ..loop.request import MOST_LOGPROBS, MOST_PENALTY, MOST_SEED, MOST_STOP_CHA
 from .refusals import Refusal
 
 #: Prompts in one request, and messages of a chat.
-MOST_PROMPTS, MOST_MESSAGES = 128, 2048
+MOST_PROMPTS = 128
+MOST_MESSAGES = 2048
 #: The largest temperature of OpenAI's API.
 MOST_TEMPERATURE = 2
 #: Whatever it is, the answer is the same.

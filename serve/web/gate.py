@@ -43,7 +43,8 @@ class Gate:
 
     def __init__(self, app: ASGIApp, serving: Serving):
         """Pass the requests to `app` that `serving` allows."""
-        self._app, self._serving = app, serving
+        self._app = app
+        self._serving = serving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check the request, and let it through with its whole body."""
@@ -77,7 +78,8 @@ class Gate:
 
     async def _checked(self, scope: Scope, receive: Receive) -> Receive:
         """Check a request and read its body; return a `receive` that yields the body again. Raises Refusal."""
-        headers, serving = Headers(scope=scope), self._serving
+        headers = Headers(scope=scope)
+        serving = self._serving
         host = headers.get("host", "localhost").rpartition(":")
         name = host[0] if host[0] and host[2].isdigit() else "".join(host)
         if serving.hosts is not None and serving.key is None and name.lower() not in serving.hosts:
@@ -118,16 +120,19 @@ class Gate:
         """Read the whole body; raises Refusal for one that is too long or too late."""
         most = self._serving.largest_body
         said = headers.get("content-length", "0")
-        parts, length = [], int(said) if said.isdigit() else 0
+        parts = []
+        length = int(said) if said.isdigit() else 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                more, length = length <= most, 0 if length <= most else length
+                more = length <= most
+                length = 0 if length <= most else length
                 while more and length <= most:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise Refusal(400, "the body broke off")
                     parts.append(message.get("body", b""))
-                    length, more = length + len(parts[-1]), message.get("more_body", False)
+                    length = length + len(parts[-1])
+                    more = message.get("more_body", False)
         except TimeoutError:
             raise Refusal(408, f"the body did not come within {BODY_SECONDS:.0f} seconds; send it at once") from None
         if length > most:

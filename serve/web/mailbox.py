@@ -52,7 +52,8 @@ class Mailbox:
 
     def __init__(self, courier: Courier, eager: bool):
         """`eager`: whether it wants each piece of text as it comes, or all at the end."""
-        self._courier, self._eager = courier, eager
+        self._courier = courier
+        self._eager = eager
         self._arrived: deque[Arrived] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._woken = False
@@ -74,8 +75,11 @@ class Mailbox:
         first of them came. The event loop has turned since then, so it is the client that is late and not the loop.
         """
         first = self._arrived[0] if self._eager and self._arrived else None
-        seen, self._seen = self._seen, first
-        return (len(self._arrived), perf_counter() - first.at) if first is not None and first is seen else (0, 0.0)
+        seen = self._seen
+        self._seen = first
+        if first is not None and first is seen:
+            return (len(self._arrived), perf_counter() - first.at)
+        return (0, 0.0)
 
     def wake(self) -> None:
         """Wake the waiting client."""

@@ -59,8 +59,10 @@ class ModelMetrics:
     def __init__(self, metrics: Metrics, model: str):
         """Count under this name."""
         self._requests = {outcome: metrics._requests.labels(model, outcome) for outcome in get_args(Outcome)}
-        self.first, self.between = metrics._first.labels(model), metrics._between.labels(model)
-        self.prompt, self.produced = metrics._prompt.labels(model), metrics._produced.labels(model)
+        self.first = metrics._first.labels(model)
+        self.between = metrics._between.labels(model)
+        self.prompt = metrics._prompt.labels(model)
+        self.produced = metrics._produced.labels(model)
 
     def ended(self, outcome: Outcome, count: int = 1) -> None:
         """So many answers ended like this."""

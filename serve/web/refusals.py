@@ -47,7 +47,8 @@ class Refusal(HTTPException):
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
         """`param`: the field at fault; `code`: a word that programs may know."""
         super().__init__(status, message)
-        self.param, self.code = param, code
+        self.param = param
+        self.code = code
 
     def body(self) -> dict[str, Any]:
         """The JSON that the client is sent."""
@@ -97,7 +98,8 @@ def _param(error: Any) -> str | None:
     pydantic writes the branches of a union between names (`str`, `list[TextPart]`); these are left out. An unknown
     field may be called anything.
     """
-    name, where = "", error["loc"][1:]
+    name = ""
+    where = error["loc"][1:]
     unknown = len(where) - 1 if error["type"] == "extra_forbidden" else None
     for index, part in enumerate(where):
         if isinstance(part, int):

@@ -20,10 +20,14 @@ from .serving import Serving
 
 #: Seconds that a connection may be open without a whole request head, without a request between two, and without
 #: taking anything of what it is sent.
-HEAD_SECONDS, IDLE_SECONDS, UNREAD_SECONDS = 20.0, 10, 60.0
+HEAD_SECONDS = 20.0
+IDLE_SECONDS = 10
+UNREAD_SECONDS = 60.0
 #: Bytes of a request's head, and of an answer that may wait in this process and in the kernel (which doubles its part):
 #: what lies there seems read.
-LARGEST_HEAD, UNSENT, SEND_BUFFER = 32 << 10, 16 << 10, 32 << 10
+LARGEST_HEAD = 32 << 10
+UNSENT = 16 << 10
+SEND_BUFFER = 32 << 10
 
 
 class PatientProtocol(H11Protocol):
@@ -91,7 +95,9 @@ class Server(uvicorn.Server):
 
         Raises InputError where that cannot be.
         """
-        self.serving, self._listener, self._ready = serving, listening_socket(host, port), ready
+        self.serving = serving
+        self._listener = listening_socket(host, port)
+        self._ready = ready
         serving.hosts = names_of(host, self._listener.getsockname()[0])
         super().__init__(
             uvicorn.Config(
@@ -111,7 +117,9 @@ class Server(uvicorn.Server):
     def url(self) -> str:
         """The address of the server."""
         host, port = self._listener.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        if ":" in host:
+            return f"http://[{host}]:{port}"
+        return f"http://{host}:{port}"
 
     def stop(self) -> None:
         """Accept no more requests, and end when those in flight are answered; from a signal handler or any thread."""

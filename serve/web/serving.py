@@ -17,11 +17,13 @@ from .metrics import Metrics, ModelMetrics
 from .refusals import Refusal
 
 #: Bytes of a request: a text of as many characters as are tokenized, each in two bytes, beside all else.
-BODY, BODY_A_POSITION = 1 << 20, 2 * CHARACTERS_A_POSITION
+BODY = 1 << 20
+BODY_A_POSITION = 2 * CHARACTERS_A_POSITION
 #: Chats that may wait for the process that renders them.
 MOST_RENDERING = 64
 #: Pieces that a client may leave unread of its stream, and seconds, where another request waits for a row.
-MOST_UNREAD, UNREAD_SECONDS = 4096, 2.0
+MOST_UNREAD = 4096
+UNREAD_SECONDS = 2.0
 
 
 class Model:
@@ -29,8 +31,11 @@ class Model:
 
     def __init__(self, name: str, precision: str, runtime: str, generator: Generator):
         """`generator` is nobody else's from now on."""
-        self.name, self.precision, self.runtime = name, precision, runtime
-        self.vocabulary, self.positions = generator.vocabulary, generator.positions
+        self.name = name
+        self.precision = precision
+        self.runtime = runtime
+        self.vocabulary = generator.vocabulary
+        self.positions = generator.positions
         self.service = Service(generator)
 
     def load(self) -> tuple[int, int]:
@@ -60,7 +65,8 @@ class Serving:
         self._counts = {
             model.name: self.metrics.model_metrics(model.name, model.runtime, model.load) for model in self.models
         }
-        self._rendering, self._rendered = ThreadPoolExecutor(1, "fp8q-template"), 0
+        self._rendering = ThreadPoolExecutor(1, "fp8q-template")
+        self._rendered = 0
         self._boxes: dict[Mailbox, Handed] = {}
 
     @property

@@ -58,7 +58,10 @@ class Notes:
 
     def __init__(self, report: Reporter):
         """Pass everything on to `report`."""
-        self.report, self.track, self.lines, self.waiting = report, report.track, list[str](), False
+        self.report = report
+        self.track = report.track
+        self.lines = list[str]()
+        self.waiting = False
 
     def note(self, line: str) -> None:
         """Pass the line on, unless notes are held, and store it."""
@@ -69,7 +72,8 @@ class Notes:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Hold the notes of this block back until it ends; where it fails, only the error is shown."""
-        said, self.waiting = len(self.lines), True
+        said = len(self.lines)
+        self.waiting = True
         yield
         self.waiting = False
         for line in self.lines[said:]:
@@ -256,7 +260,8 @@ class Stage(Generic[Choices, Facts]):
             _check_declared(
                 self.name, "output", [str(path.relative_to(run.root)) for path in log.outputs], self.outputs
             )
-            log.notes, notes.lines = notes.lines, []
+            log.notes = notes.lines
+            notes.lines = []
 
     def amend(self, run: Run, key: Key[Choices, Facts], outputs: Sequence[Path], notes: Notes) -> None:
         """Record under `key` that outputs of this finished stage gained something; its versions, its time and its

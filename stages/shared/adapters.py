@@ -19,7 +19,9 @@ LEARNED_RUNTIMES = ("reference", "bf16")
 
 def adapters_of(run: Run) -> list[str]:
     """The names of the adapters that are served beside the run's model."""
-    return [*(run.facts(MEASURE).adapters or {})] if MEASURE.name in run.record().stages else []
+    if MEASURE.name in run.record().stages:
+        return [*(run.facts(MEASURE).adapters or {})]
+    return []
 
 
 def fingerprints(source: "Source") -> dict[str, str] | None:

@@ -69,7 +69,8 @@ def with_host_runtimes(run: Run, key: ValidateKey) -> ValidateKey:
     """Return `key` with the runtimes that were added since: what they are held against is as it was."""
     if not validated(run):
         return key
-    added, recorded = host_runtimes(run), run.record().stages[VALIDATE.name].inputs
+    added = host_runtimes(run)
+    recorded = run.record().stages[VALIDATE.name].inputs
     inputs = {name: recorded[name] for host_runtime in added.values() for name in host_runtime.inputs}
     facts = key.facts.model_copy(update={"beside": added or None})
     return Key({**key.inputs, **inputs}, key.options, facts)
@@ -108,7 +109,9 @@ def add_runtimes(run: Run, added: AddedRuntimes, without: list[str], notes: Note
     def stays(name: str) -> bool:
         return name.partition(WITH)[0].partition(".")[0] not in without
 
-    accuracy, losses, tops = load_accuracy(run), load_token_arrays(run), load_top_arrays(run)
+    accuracy = load_accuracy(run)
+    losses = load_token_arrays(run)
+    tops = load_top_arrays(run)
     losses = {name: values for name, values in losses.items() if stays(name)} | dict(added.nll)
     tops = {name: values for name, values in tops.items() if stays(name)} | arrays_of(added.tops)
     runtimes, adapters = _rows(accuracy, added, stays)
@@ -210,10 +213,13 @@ def differs(stored: Protocol, asked: Protocol) -> str | None:
     if stored.sha256 != asked.sha256:
         return f"is of the text {stored.dataset}, and the tokens here are those of {asked.dataset}"
     for name, option in (("context", "--context"), ("stride", "--stride"), ("prompt", "--as-served")):
-        theirs, ours = getattr(stored, name), getattr(asked, name)
+        theirs = getattr(stored, name)
+        ours = getattr(asked, name)
         if theirs != ours:
             return f"was kept with {option} {'whole windows' if theirs is None else theirs}, not {ours}"
-    return "is of windows that begin otherwise" if stored.prefix != asked.prefix else None
+    if stored.prefix != asked.prefix:
+        return "is of windows that begin otherwise"
+    return None
 
 
 def elsewhere(command: str) -> str:
@@ -287,11 +293,13 @@ def run_added(asked: AddedRun, notes: Notes) -> tuple[list[str], dict[str, str]]
 
     A runtime of which anything fails is not written. Raises BackendError where none works.
     """
-    run, inputs = asked.run, runtime_inputs(asked)
+    run = asked.run
+    inputs = runtime_inputs(asked)
     todo = [name for name in asked.options.chosen if not is_there(run, name, inputs[name])]
     if not todo:
         return [], {}
-    start, key = time.monotonic(), {"inputs": inputs, "stored": run.record().stages[VALIDATE.name].outputs}
+    start = time.monotonic()
+    key = {"inputs": inputs, "stored": run.record().stages[VALIDATE.name].outputs}
     turns = _opened(asked, todo)
     _note(asked, todo, notes)
     with working(run, {**key, "runtimes": todo}) as folder:
@@ -339,11 +347,14 @@ def _taken(
     asked: AddedRun, turns: Mapping[str | None, Mapping[str, Opener]], folder: Path, notes: Notes
 ) -> tuple[dict[str | None, dict[str, RuntimeAccuracy]], ByToken, dict[str, TopLogits], dict[str, str]]:
     """Run all turns: the rows by adapter, and losses, likeliest tokens and failures by the names in the files."""
-    rows = dict[str | None, dict[str, RuntimeAccuracy]]()
-    nll, tops, failed = dict[str, Any](), dict[str, TopLogits](), dict[str, str]()
+    rows: dict[str | None, dict[str, RuntimeAccuracy]] = {}
+    nll: dict[str, Any] = {}
+    tops: dict[str, TopLogits] = {}
+    failed: dict[str, str] = {}
     for number, (adapter, made) in enumerate(turns.items()):
         reference = asked.adapted[adapter] if adapter else asked.reference
-        tokens, size = reference.evaluation, graph_vocabulary(asked.run)
+        tokens = reference.evaluation
+        size = graph_vocabulary(asked.run)
         if made:
             comparison = compare_in_turn(
                 tokens, made, size, folder / f"windows-{number}", notes, reference.token_measure
@@ -367,7 +378,8 @@ def runtime_inputs(asked: AddedRun) -> dict[str, dict[str, str]]:
 
     Raises InputError for an engine that the windows are too long for.
     """
-    run, engines = asked.run, engines_here(asked.run, asked.options)
+    run = asked.run
+    engines = engines_here(asked.run, asked.options)
     for engine in engines:
         engine.check_windows(asked.reference.evaluation)
     recorded = run.record().stages[VALIDATE.name].inputs
@@ -386,7 +398,8 @@ def is_there(run: Run, runtime: str, inputs: Mapping[str, str]) -> bool:
     """Tell whether a runtime's row is there, of these inputs and this version."""
     if runtime not in load_accuracy(run).runtimes:
         return False
-    recorded, added = run.record().stages[VALIDATE.name], host_runtimes(run).get(runtime)
+    recorded = run.record().stages[VALIDATE.name]
+    added = host_runtimes(run).get(runtime)
     if added is None:
         return True  # the machine that calibrated ran it
     return added.version == __version__ and all(recorded.inputs.get(name) == digest for name, digest in inputs.items())
@@ -394,7 +407,8 @@ def is_there(run: Run, runtime: str, inputs: Mapping[str, str]) -> bool:
 
 def explained(asked: AddedRun, outcome: Outcome) -> dict[str, RuntimeAccuracy]:
     """The rows of what ran, with the loss by the frequency of tokens and by distance from the prompt."""
-    tokens, base = asked.reference.evaluation, asked.reference.nll.get("bf16")
+    tokens = asked.reference.evaluation
+    base = asked.reference.nll.get("bf16")
     return {
         name: row.model_copy(
             update={

@@ -27,7 +27,8 @@ class EngineHere:
 
     def check_windows(self, tokens: Evaluation) -> None:
         """Raise InputError where windows, or the prompts of decoded ones, are longer than the engine takes."""
-        context, prompt = tokens.protocol.context, tokens.protocol.prompt
+        context = tokens.protocol.context
+        prompt = tokens.protocol.prompt
         most = min(profile.capacity[2] for profile in self.info.profiles)
         if context > most:
             raise InputError(

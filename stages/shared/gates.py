@@ -39,10 +39,8 @@ def check_numbers(accuracy: Accuracy, what: str = "") -> None:
     for name, runtime in sorted(accuracy.runtimes.items(), key=lambda named: named[0] not in NOT_SERVED):
         if isfinite(runtime.perplexity):
             continue
-        bad, where = (
-            f"{name}{what}: perplexity is {runtime.perplexity} on {accuracy.protocol.dataset}",
-            runtime.not_finite,
-        )
+        bad = f"{name}{what}: perplexity is {runtime.perplexity} on {accuracy.protocol.dataset}"
+        where = runtime.not_finite
         if where:
             bad += f", first at position {where.position} of window {where.window} (from 0)"
             bad += f", by the output of {where.module}" if where.module else ""
@@ -81,10 +79,14 @@ def _beyond(verdict: Verdict, asked: VerdictLimits) -> list[str]:
     """The measures of a verdict that are beyond their limits, in words: as an option gave them, or by default."""
 
     def limit(option: str, value: str, by_option: float | None) -> str:
-        return f"more than the limit {value} ({option})" if by_option is None else f"more than {option} {value}"
+        if by_option is None:
+            return f"more than the limit {value} ({option})"
+        return f"more than {option} {value}"
 
-    rise, kl, flips = verdict.perplexity_increase, verdict.kl_nats, verdict.flips
-    words = list[str]()
+    rise = verdict.perplexity_increase
+    kl = verdict.kl_nats
+    flips = verdict.flips
+    words: list[str] = []
     if rise is None or "perplexity" in verdict.exceeded:
         above = "not a number"
         if rise is not None:

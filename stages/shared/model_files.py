@@ -41,7 +41,9 @@ def has_graphs(run: Run) -> bool:
 
 def export_options(run: Run) -> ExportOptions:
     """Read back the options that the run's graph was exported with; the defaults without a graph."""
-    return run.options(EXPORT) if EXPORT.name in run.record().stages else ExportOptions()
+    if EXPORT.name in run.record().stages:
+        return run.options(EXPORT)
+    return ExportOptions()
 
 
 def fp8_files(run: Run, *, graph: bool = True) -> dict[str, str]:

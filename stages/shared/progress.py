@@ -18,7 +18,9 @@ class Saved:
     def of(cls, path: Path) -> Self:
         """Read the results in the file at `path`, empty where there is none; raises InputError for a damaged file."""
         with reading(path, "what a killed call left", "remove it"):
-            return cls(path, **json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else cls(path)
+            if path.is_file():
+                return cls(path, **json.loads(path.read_text(encoding="utf-8")))
+            return cls(path)
 
     def save(self) -> None:
         """Write all fields to the file."""

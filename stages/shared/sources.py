@@ -57,7 +57,8 @@ def gemms_of(source: Source, options: ScaleOptions = ScaleOptions()) -> ModelGem
             "a place",
             "leave it out",
         )
-    modules, others = gemm_modules(model), other_matrix_modules(model)
+    modules = gemm_modules(model)
+    others = other_matrix_modules(model)
     unknown = {name: module for name, module in modules.items() if not multiplies_as_linear(module)} | others
     fp8_weights = fp8_source(source)
     gemms = ModelGemms(
@@ -91,7 +92,8 @@ def check_stored(source: Source, model: PreTrainedModel) -> None:
     """Raise InputError where transformers computes a weight from other stored tensors, so its codes could not replace
     it.
     """
-    stored, tied = source.weights().names(), model.all_tied_weights_keys
+    stored = source.weights().names()
+    tied = model.all_tied_weights_keys
     for name in gemm_modules(model):
         if f"{name}.weight" not in tied and source.stored(f"{name}.weight") not in stored:
             raise InputError(

@@ -71,7 +71,8 @@ def hold_out(
     the proportion of their windows.
     """
     split = [corpus.hold_out_tail(text.ids) for text in texts]
-    calibration_tokens, ends_of_texts = [calibration for calibration, _ in split], [tail for _, tail in split]
+    calibration_tokens = [calibration for calibration, _ in split]
+    ends_of_texts = [tail for _, tail in split]
     for text, (calibration, tail) in zip(texts, split, strict=True):
         report.note(
             f"{text.name}: the last {len(tail):,} of {len(calibration) + len(tail):,} tokens are held out for "
@@ -80,7 +81,8 @@ def hold_out(
         if (share := repeated(calibration, tail)) >= WORTH_A_NOTE:
             report.note(f"{text.name}: {share:.1%} of what is held out stands in the rest of the text too")
     if len(parts) > 1:
-        starts, weights = [packing.starts(tail) for tail in ends_of_texts], [part.weight for part in parts]
+        starts = [packing.starts(tail) for tail in ends_of_texts]
+        weights = [part.weight for part in parts]
         counts = mixture.apportion(mixture.largest_total(list(map(len, starts)), weights), weights)
         ends = [(0, *(places + packing.text)) for places in starts]
         ends_of_texts = [tail[: end[count]] for tail, end, count in zip(ends_of_texts, ends, counts, strict=True)]

@@ -64,7 +64,8 @@ def sample(evaluation: Evaluation, windows: int) -> Sample:
 
 def cost(run: Run, taken: Sample, accumulator: Accumulator, device: str) -> str:
     """Describe the run to come and the time that its sums take on this machine."""
-    windows, tokens = len(taken.evaluation.ids), taken.evaluation.ids.size
+    windows = len(taken.evaluation.ids)
+    tokens = taken.evaluation.ids.size
     return (
         f"--accumulator {accumulator}: the reference on {windows} of {len(taken.full.ids)} windows; the sums of "
         f"{time_of_sums(run, tokens, accumulator, device)}"

@@ -55,7 +55,9 @@ def served(start: Start[Rows], prompt: int) -> Callable[[npt.NDArray[np.int64]],
 
 def zeros(like: Rows, shape: tuple[int, ...]) -> Rows:
     """Zeros of a shape, of the kind and type of other logits."""
-    return np.zeros(shape, like.dtype) if isinstance(like, np.ndarray) else like.new_zeros(shape)
+    if isinstance(like, np.ndarray):
+        return np.zeros(shape, like.dtype)
+    return like.new_zeros(shape)
 
 
 def by_distance(

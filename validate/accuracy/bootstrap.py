@@ -13,7 +13,8 @@ from ...options import LEAST_WINDOWS
 from .document import Estimate
 
 #: The share of intervals that should hold the truth, and the number of resamples.
-CONFIDENCE, DRAWS = 0.95, 2000
+CONFIDENCE = 0.95
+DRAWS = 2000
 
 
 class MeanInterval(NamedTuple):
@@ -78,7 +79,8 @@ def increase_interval(
     windows = paired(base, other)
     if len(windows) < LEAST_WINDOWS:
         return None, None
-    base, other = base[windows], other[windows]
+    base = base[windows]
+    other = other[windows]
     scored = ~np.isnan(base) & ~np.isnan(other)
     bootstrap = Bootstrap(np.nonzero(scored)[0])
     _, low, high = bootstrap.interval(other[scored].astype(np.float64) - base[scored])

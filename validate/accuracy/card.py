@@ -29,14 +29,16 @@ def card_table(accuracy: Accuracy, nll: ByToken, kl: ByToken) -> str | None:
     `nll`, `kl`: runtime -> nats, float32 [windows, context], NaN where not scored.
     """
     name = accuracy.verdict.runtime if accuracy.verdict else None
-    row, bf16 = accuracy.runtimes.get(name or ""), accuracy.runtimes.get(BF16)
+    row = accuracy.runtimes.get(name or "")
+    bf16 = accuracy.runtimes.get(BF16)
     if name is None or row is None or bf16 is None or not isfinite(row.perplexity):
         return None
     lines = [f"| FP8 ({name}) against BF16 | |", "|---|---|", f"| perplexity | {_perplexity(name, row, bf16, nll)} |"]
     if row.kl_mean_nats is not None:
         lines.append(f"| KL(BF16 ‖ FP8), nats a token | {_divergence(row, kl.get(name))} |")
     if row.top1_agreement is not None:
-        flips, tokens = 1 - row.top1_agreement, accuracy.protocol.tokens
+        flips = 1 - row.top1_agreement
+        tokens = accuracy.protocol.tokens
         low, high = share_interval(round(flips * tokens), tokens)
         between = f"({100 * low:.2f} to {100 * high:.2f} %, 95 %)"
         lines.append(f"| flips: tokens of which another is the likeliest | {100 * flips:.2f} % {between} |")
@@ -88,7 +90,9 @@ def repeating_command(accuracy: Accuracy, windows: int, asked: VerdictLimits, ow
 
 def _limit_words(asked: VerdictLimits) -> list[str]:
     """The limits that were asked for, as options."""
-    rise, kl, flips = asked.max_ppl_increase, asked.max_kl, asked.max_flips
+    rise = asked.max_ppl_increase
+    kl = asked.max_kl
+    flips = asked.max_flips
     words = [] if rise is None else [f"--max-ppl-increase {100 * rise:.10g}%"]
     words += [] if kl is None else [f"--max-kl {kl:.10g}"]
     return words + ([] if flips is None else [f"--max-flips {100 * flips:.10g}%"])

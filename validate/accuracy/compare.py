@@ -132,7 +132,9 @@ class WindowBatch:
         assert not self.scored[:, : before + 1].any(), "what is scored has logits"
         if not before:
             return self
-        ids, scored, top = self.ids[:, before:], self.scored[:, before:], self.top_positions[:, before:]
+        ids = self.ids[:, before:]
+        scored = self.scored[:, before:]
+        top = self.top_positions[:, before:]
         return replace(self, ids=ids, scored=scored, top_positions=top)
 
 
@@ -208,7 +210,10 @@ class Turns:
         token_measure: TokenMeasure | None = None,
     ):  # fmt: skip
         """Cut the chunks, as the call did that began this `folder`."""
-        self.evaluation, self.openers, self.folder, self.failed = evaluation, openers, folder, dict[str, str]()
+        self.evaluation = evaluation
+        self.openers = openers
+        self.folder = folder
+        self.failed = dict[str, str]()
         self.names = [name for name in BASELINES if name in openers]
         self.names += [name for name in openers if name not in BASELINES]
         self.token_measure = token_measure or TokenMeasure(measure_with_torch, positions_to_keep(evaluation))
@@ -259,8 +264,11 @@ class Turns:
 
     def _run(self, name: str, part: int, keep: bool, advance: Callable[[int], None]) -> None:
         """Load a runtime, run it over a chunk, and save the results; `keep`: save its logits too."""
-        forward, baselines = loading(name, self.openers[name]), self._against(name, part)
-        results, top, row = list[TokenValues](), list[TopLogits](), 0
+        forward = loading(name, self.openers[name])
+        baselines = self._against(name, part)
+        results: list[TokenValues] = []
+        top: list[TopLogits] = []
+        row = 0
         with self._stored_logits(name, part).writing() if keep else nullcontext() as write:
             for start in range(self.parts[part].start, self.parts[part].stop, self.batch):
                 some = slice(start, min(start + self.batch, self.parts[part].stop))

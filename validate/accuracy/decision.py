@@ -27,10 +27,8 @@ SAME = 1e-3
 MOST_DIGITS = 18
 Losses = Mapping[str, npt.NDArray[np.float32]]
 Interval = tuple[float, float]
-OVER, UNDER = (
-    "which reaches over the limit: more text would settle it",
-    "which reaches under the limit: more text would settle it",
-)
+OVER = "which reaches over the limit: more text would settle it"
+UNDER = "which reaches under the limit: more text would settle it"
 
 
 @dataclass(frozen=True)
@@ -100,14 +98,18 @@ def percent(fraction: float) -> str:
 
 def of_100(share: float) -> str:
     """Format a limit as so many of 100: 0.114 -> `11`, 0.036 -> `3.6`, 0.08 -> `8`, 0 -> `0`."""
-    return f"{100 * share:.0f}" if share >= 0.0995 else f"{100 * share:.2g}"
+    if share >= 0.0995:
+        return f"{100 * share:.0f}"
+    return f"{100 * share:.2g}"
 
 
 def measured_of_100(share: float) -> str:
     """Format a measured share as so many of 100, with two digits: 0.114 -> `11`, 0.04 -> `4.0`, 0 -> `0`. So an
     interval is as fine as the value in it: 3.5 of 100 in 3.0 to 4.0.
     """
-    return f"{100 * share:#.2g}" if 0 < share < 0.0995 else f"{100 * share:.0f}"
+    if 0 < share < 0.0995:
+        return f"{100 * share:#.2g}"
+    return f"{100 * share:.0f}"
 
 
 def beside_limit(text: str, number: float, limit: float, shown: str) -> str:
@@ -116,7 +118,8 @@ def beside_limit(text: str, number: float, limit: float, shown: str) -> str:
     """
     digits = 3
     while (_number(text) > _number(shown)) != (number > limit) and digits < MOST_DIGITS:
-        text, digits = f"{number:.{digits}g}", digits + 1
+        text = f"{number:.{digits}g}"
+        digits = digits + 1
     return text
 
 
@@ -126,7 +129,8 @@ def _number(text: str) -> float:
 
 def loss_in_words(loss: RuntimeLoss, limits: Limits, least: bool = False) -> str:
     """Describe a loss beside its limits, what is beyond first; `least`: the KL is at least so much."""
-    rise, most = loss.rise or 0.0, percent(limits.rise)
+    rise = loss.rise or 0.0
+    most = percent(limits.rise)
     rises = beside_limit(increase(rise), 100 * rise, 100 * limits.rise, most).removesuffix(" %")
     signed = rises if rises.startswith(("+", "−")) else f"+{rises}"
     words: dict[Measure, str] = {"perplexity": f"{signed} % perplexity (limit {most})"}
@@ -159,7 +163,8 @@ def candidates(accuracy: Accuracy, nll: Losses, kl: Losses) -> list[Candidate]:
             if name in NOT_SERVED or runtime.sampled or runtime.perplexity_increase is None:
                 continue
             loss, least, tokens = _loss(runtime, accuracy.protocol.tokens)
-            interval, why_none = None, "nothing says how sure that is"
+            interval = None
+            why_none = "nothing says how sure that is"
             kl_interval = flips_interval = None
             if not suffix and {BF16, name} <= nll.keys():
                 low, high = increase_interval(nll[BF16], nll[name])
@@ -176,11 +181,14 @@ def _loss(runtime: RuntimeAccuracy, tokens: int) -> tuple[RuntimeLoss, bool, int
     """The loss of a runtime; whether its KL is only a lower bound, as where BF16 ran on another host; and the number of
     tokens that its flips are of.
     """
-    agreement, kl, stored = runtime.top1_agreement, runtime.kl_mean_nats, runtime.stored
+    agreement = runtime.top1_agreement
+    kl = runtime.kl_mean_nats
+    stored = runtime.stored
     least = kl is None and stored is not None and BF16 in stored.runtimes
     if least:
         assert stored is not None, "just seen"
-        kl, agreement = stored.runtimes[BF16].kl_nats.mean, stored.runtimes[BF16].top1_agreement
+        kl = stored.runtimes[BF16].kl_nats.mean
+        agreement = stored.runtimes[BF16].top1_agreement
         tokens = stored.positions
     return RuntimeLoss(runtime.perplexity_increase, kl, None if agreement is None else 1 - agreement), least, tokens
 
@@ -289,7 +297,8 @@ def noise_floor(accuracy: Accuracy) -> str:
     """State the effect of arithmetic and text alone, with which an increase is to be compared: BF16's distance from
     FP32, and the increase on either half of the windows. Empty where neither was measured.
     """
-    runtimes, clauses = accuracy.runtimes, []
+    runtimes = accuracy.runtimes
+    clauses = []
     bf16 = runtimes.get(BF16)
     if bf16 and bf16.kl_fp32_nats is not None:
         over = f" and {increase(bf16.perplexity_over_fp32)} perplexity" if bf16.perplexity_over_fp32 is not None else ""
@@ -304,4 +313,6 @@ def noise_floor(accuracy: Accuracy) -> str:
     if halves:
         rises = [f"{increase(first)} and {increase(second)} ({name})" for name, (first, second) in halves.items()]
         clauses.append(f"on either half of the windows the increase is {', '.join(rises)}")
-    return f"Noise floor: {'; '.join(clauses)}." if clauses else ""
+    if clauses:
+        return f"Noise floor: {'; '.join(clauses)}."
+    return ""

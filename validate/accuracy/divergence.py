@@ -34,7 +34,9 @@ class Quantity(NamedTuple):
 
 
 #: The loss of a token, and whether it and how much of the likeliest ones are the baseline's.
-NLL, TOP1, TOP5 = Quantity("nll"), Quantity("top1"), Quantity("top5")
+NLL = Quantity("nll")
+TOP1 = Quantity("top1")
+TOP5 = Quantity("top5")
 #: A value for each scored token, in evaluation order.
 TokenValues = dict[Quantity, npt.NDArray[np.float32 | np.bool_]]
 #: The suffix of a file of logits, behind the type of its rows.
@@ -48,7 +50,9 @@ class StoredLogits:
 
     def __init__(self, folder: Path, name: str, rows: int):
         """Find the file of `rows` rows that was written there, if any."""
-        self._folder, self._name, self._rows = folder, name, rows
+        self._folder = folder
+        self._name = name
+        self._rows = rows
 
     @property
     def _path(self) -> Path | None:
@@ -63,7 +67,7 @@ class StoredLogits:
         """Write rows in the block; the file is kept where the block ends without an error."""
         import torch
 
-        types = set[torch.dtype]()
+        types: set[torch.dtype] = set()
         with replacing(self._folder / f"{self._name}{SUFFIX}") as partial, open(partial, "wb") as handle:
 
             def write(rows: "torch.Tensor") -> None:

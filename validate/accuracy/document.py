@@ -269,7 +269,9 @@ def load_token_arrays(run: Run) -> dict[str, npt.NDArray[np.float32]]:
 
 def with_adapter(runtime: str, adapter: str | None) -> str:
     """Name a runtime with an adapter on, as both files of tokens do."""
-    return f"{runtime}{WITH}{adapter}" if adapter else runtime
+    if adapter:
+        return f"{runtime}{WITH}{adapter}"
+    return runtime
 
 
 def of_adapter(names: Iterable[str], adapter: str | None) -> dict[str, str]:
@@ -299,7 +301,8 @@ def _load(run: Run) -> dict[str, npt.NDArray[np.float32]]:
     """Read and check `tokens.npz`: it has every runtime of `accuracy.json`, and every array has the protocol's tokens,
     in the same places, unless `accuracy.json` says that its runtime ran some windows only, or is not finite.
     """
-    path, again = run.require(run.tokens, "validate"), "restore it, or run `fp8q validate` again"
+    path = run.require(run.tokens, "validate")
+    again = "restore it, or run `fp8q validate` again"
     arrays = read_arrays(path, "losses of tokens", again)
     stored = {FORMER.get(name, name): values for name, values in arrays.items()}
     accuracy = load_accuracy(run)

@@ -33,7 +33,8 @@ LEAST_FLIPS = 0.08
 #: Times BF16's own KL from FP32 that are acceptable.
 TIMES = 10
 #: The runtimes of the float model: in BF16, whose losses are paired with the others', and in FP32.
-BF16, FP32 = "bf16", "fp32"
+BF16 = "bf16"
+FP32 = "fp32"
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class RuntimeLoss:
 def limits_for(runtimes: Mapping[str, RuntimeAccuracy], asked: VerdictLimits) -> Limits:
     """Return the limits that were `asked` for, and the defaults of the others, with the yardstick in `runtimes`."""
     rise = DEFAULT_RISE if asked.max_ppl_increase is None else asked.max_ppl_increase
-    bf16, fp32 = runtimes.get(BF16), runtimes.get(FP32)
+    bf16 = runtimes.get(BF16)
+    fp32 = runtimes.get(FP32)
     bf16_kl = TIMES * (bf16.kl_fp32_nats or 0.0) if bf16 else 0.0
     bf16_flips = sqrt(TIMES) * (1 - fp32.top1_agreement) if fp32 and fp32.top1_agreement is not None else 0.0
     least_kl = log1p(max(rise, DEFAULT_RISE))
@@ -97,7 +99,9 @@ def used(loss: RuntimeLoss, limits: Limits) -> float:
 
 
 def _share(value: float, limit: float) -> float:
-    return value / limit if limit else inf if value > 0 else 0.0
+    if limit:
+        return value / limit
+    return inf if value > 0 else 0.0
 
 
 def loss_and_limits(verdict: Verdict) -> tuple[RuntimeLoss, Limits] | None:

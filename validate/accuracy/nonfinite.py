@@ -79,7 +79,7 @@ def culprit(model: nn.Module, run: Callable[[], object], length: int) -> Culprit
     where all are.
     """
     names = {module: name for name, module in model.named_modules()}
-    culprits = list[Culprit]()
+    culprits: list[Culprit] = []
 
     def look(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         if culprits or (bad := not_finite(output)) is None:
@@ -104,7 +104,9 @@ def not_finite(value: object) -> torch.Tensor | None:
     """
     if isinstance(value, torch.Tensor):
         bad = ~value.float().isfinite()
-        return bad if value.is_floating_point() and bool(bad.any()) else None
+        if value.is_floating_point() and bool(bad.any()):
+            return bad
+        return None
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
     return next((bad for bad in map(not_finite, parts) if bad is not None), None)
 

@@ -197,7 +197,8 @@ def compare_adapted(
 
     `source` opens the model with its unmerged adapters.
     """
-    result, prompt = AdapterOutcome(), evaluation.protocol.prompt
+    result = AdapterOutcome()
+    prompt = evaluation.protocol.prompt
     for variant in source().variants[1:]:
         assert variant.on, "a variant of the base has an adapter on"
         name = variant.on.name
@@ -223,7 +224,8 @@ class TorchSession:
 
     def __init__(self, model: PreTrainedModel, new_cache: Callable[[], DynamicCache] | None = None):
         """Generate with `model`, on a cache that `new_cache` makes for each sequence (None: the model's own)."""
-        self._model, self._new_cache = model, new_cache or partial(caches.new_cache, model)
+        self._model = model
+        self._new_cache = new_cache or partial(caches.new_cache, model)
         self.vocabulary = int(model.config.get_text_config().vocab_size)
 
     def open_batch(self, rows: int, positions: int) -> "TorchBatch":
@@ -237,7 +239,8 @@ class TorchBatch:
 
     def __init__(self, model: PreTrainedModel, new_cache: Callable[[], DynamicCache]):
         """Nothing is in flight yet."""
-        self._model, self._new_cache = model, new_cache
+        self._model = model
+        self._new_cache = new_cache
         self._cache = new_cache()
 
     def reserve(self, needed: int, most: int, rows: int) -> None:

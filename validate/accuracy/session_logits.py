@@ -133,7 +133,9 @@ def all_positions(session: EngineSession) -> SessionForward:
 
     def forward(ids: npt.NDArray[np.int64]) -> Logits:
         windows, context = ids.shape
-        batch, filled, chunks = session.open_batch(windows, context), np.zeros(windows, np.int64), list[Logits]()
+        batch = session.open_batch(windows, context)
+        filled = np.zeros(windows, np.int64)
+        chunks: list[Logits] = []
         try:
             batch.reserve(context, context, windows)
             for start in range(0, context, session.pace.chunk):

@@ -23,7 +23,8 @@ def share_interval(hits: int, number: int) -> tuple[float, float]:
 
 def _share_at(tail: Callable[[float], float], *, rising: bool) -> float:
     """The share at which `tail` is 2.5 %, by bisection."""
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     for _ in range(60):
         middle = (low + high) / 2
         if (tail(middle) < TAIL) == rising:

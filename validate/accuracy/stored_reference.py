@@ -23,7 +23,10 @@ from .top_logits import TopLogits, TopTokens, joined_top, top_of_array
 
 ByRuntime = Mapping[str, npt.NDArray[np.float32]]
 #: The names of what is measured at the top positions, against each stored runtime.
-LEAST, MOST, REST, SAME = "kl-least", "kl-most", "rest", "top1"
+LEAST = "kl-least"
+MOST = "kl-most"
+REST = "rest"
+SAME = "top1"
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,11 @@ class StoredReference:
         table = np.asarray(logits)
         context, vocabulary = table.shape[1:]
         batch = batch.of_last(context)
-        size, flat = max(1, BLOCK_BYTES // (4 * vocabulary)), table.reshape(-1, vocabulary)
+        size = max(1, BLOCK_BYTES // (4 * vocabulary))
+        flat = table.reshape(-1, vocabulary)
         nll = [np.zeros(0, np.float32)]
-        rows, targets = _rows(batch.scored, context), batch.ids[batch.scored]
+        rows = _rows(batch.scored, context)
+        targets = batch.ids[batch.scored]
         for first in range(0, len(rows), size):
             log_q = log_softmax_of_array(flat[rows[first : first + size]])
             nll.append(-log_q[np.arange(len(log_q)), targets[first : first + size]])
@@ -75,7 +80,8 @@ class StoredReference:
 
     def _distances(self, log_q: npt.NDArray[np.float32], start: int) -> tuple[TokenValues, TopLogits]:
         """Compare log-probabilities [n, vocabulary] with the stored likeliest tokens from position `start` on."""
-        likeliest, some = top_of_array(log_q), slice(start, start + len(log_q))
+        likeliest = top_of_array(log_q)
+        some = slice(start, start + len(log_q))
         measured: TokenValues = {}
         for name, top in self.tops.runtimes.items():
             stored = top.at(some)
@@ -100,7 +106,8 @@ def against_stored(outcome: Outcome, reference: StoredReference) -> dict[str, Ru
 def _row(
     outcome: Outcome, name: str, reference: StoredReference, base: npt.NDArray[np.float32] | None
 ) -> RuntimeAccuracy:
-    scored, nll = reference.evaluation.scored, outcome.nll[name]
+    scored = reference.evaluation.scored
+    nll = outcome.nll[name]
     increase = None if base is None else float(np.expm1(mean(nll[scored]) - mean(base[scored])))
     where = first_not_finite(nll, scored)
     place = None
@@ -119,8 +126,10 @@ def _row(
 
 
 def _distances(measured: TokenValues, nll: npt.NDArray[np.float32], reference: StoredReference) -> AgainstStored:
-    scored, tops = reference.evaluation.scored, reference.tops
-    all_tokens, top_positions = Bootstrap(np.nonzero(scored)[0]), Bootstrap(np.nonzero(reference.top_positions)[0])
+    scored = reference.evaluation.scored
+    tops = reference.tops
+    all_tokens = Bootstrap(np.nonzero(scored)[0])
+    top_positions = Bootstrap(np.nonzero(reference.top_positions)[0])
     rows = {}
     for name in tops.runtimes:
         loss = nll[scored].astype(np.float64) - reference.nll[name][scored]

@@ -36,12 +36,15 @@ def coarse_kl(
     unknown; a negative token is listed, and unknown. `unlisted` float64 [n]: the most probability that the answers give
     to a token that they do not list; None: unknown.
     """
-    log_p, listed = top.logprobs.astype(np.float64), np.isfinite(logprobs)
+    log_p = top.logprobs.astype(np.float64)
+    listed = np.isfinite(logprobs)
     same = (tokens[:, :, None] == top.tokens[:, None, :]) & listed[:, :, None]
     common = same.any(axis=1)
     log_q = np.where(common, np.take_along_axis(np.nan_to_num(logprobs), same.argmax(axis=1), axis=1), 0.0)
-    p, q = np.where(common, np.exp(log_p), 0.0), np.where(common, np.exp(log_q), 0.0)
-    alone, unnamed = np.where(common, 0.0, np.exp(log_p)).sum(axis=1), np.exp(top.rest.astype(np.float64))
+    p = np.where(common, np.exp(log_p), 0.0)
+    q = np.where(common, np.exp(log_q), 0.0)
+    alone = np.where(common, 0.0, np.exp(log_p)).sum(axis=1)
+    unnamed = np.exp(top.rest.astype(np.float64))
     q_rest = np.maximum(1 - q.sum(axis=1), LEAST_REST)
     named, nameless = (_sum_of(logprobs, listed & part) for part in (tokens >= 0, tokens < 0))
     q_alone = 1 - named
@@ -68,7 +71,8 @@ def _least_of_two(first: Values, second: Values, q_first_most: Values, q_sum: Va
     free = both * np.log(both / q_sum)
     limited = np.maximum(q_first_most, LEAST_REST)
     others = np.maximum(q_sum - limited, LEAST_REST)
-    first, second = np.maximum(first, LEAST_REST), np.maximum(second, LEAST_REST)
+    first = np.maximum(first, LEAST_REST)
+    second = np.maximum(second, LEAST_REST)
     bound = first * np.log(first / limited) + second * np.log(second / others)
     return np.where(limited * both < q_sum * first, bound, free)
 

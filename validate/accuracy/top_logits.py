@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from ...calibrate.text.evaluation import Evaluation
 
 #: Tokens of a position, and positions of all windows and of one.
-TOP, MOST_TOKENS, MOST_OF_WINDOW = 32, 4096, 256
+TOP = 32
+MOST_TOKENS = 4096
+MOST_OF_WINDOW = 256
 #: The arrays of the text in the file; those of a runtime are called `<runtime>.<field>`.
 TEXT = ("windows", "ids", "kept")
 FIELDS = ("tokens", "logprobs", "rest")
@@ -157,9 +159,11 @@ def load_top_logits(run: Run, adapter: str | None = None) -> TopTokens:
     A runtime whose losses `accuracy.json` calls not finite is left out: nothing has a distance from it. Raises
     InputError where the files are missing, as in runs of older versions, malformed, or hold what no model can give.
     """
-    arrays, path = load_top_arrays(run), run.top_logits
+    arrays = load_top_arrays(run)
+    path = run.top_logits
     names = of_adapter([name.removesuffix(".tokens") for name in arrays if name.endswith(".tokens")], adapter)
-    losses, broken = load_token_losses(run, adapter), load_accuracy(run).not_finite(adapter)
+    losses = load_token_losses(run, adapter)
+    broken = load_accuracy(run).not_finite(adapter)
     names = {name: stored for name, stored in names.items() if name not in broken}
     vocabulary = vocabulary_size(run) or MOST_ID + 1
     with reading(path, "likeliest tokens", AGAIN):
@@ -168,7 +172,8 @@ def load_top_logits(run: Run, adapter: str | None = None) -> TopTokens:
         windows, ids, mask = (arrays[name] for name in TEXT)
         shape = next(iter(losses.values())).shape
         _check_text((windows, ids, mask), shape, vocabulary)
-        count, nll = int(mask.sum()), {name: losses[name][windows][mask] for name in names}
+        count = int(mask.sum())
+        nll = {name: losses[name][windows][mask] for name in names}
         runtimes = {}
         for name, stored in names.items():
             runtimes[name] = TopLogits(*(arrays[f"{stored}.{field}"] for field in FIELDS))

@@ -49,7 +49,8 @@ class LargestValues:
 
     def outlier(self, tensor: str) -> Token:
         """The token of a cache tensor that stands out most."""
-        amax, ids = torch.cat(self.tokens[tensor]), torch.cat(self.ids)
+        amax = torch.cat(self.tokens[tensor])
+        ids = torch.cat(self.ids)
         worst = int(amax.argmax())
         median = float(amax.median())
         ratio = float(amax.flatten()[worst]) / median if median > 0 else float("inf")
@@ -61,7 +62,8 @@ class Watcher:
 
     def __init__(self, model: PreTrainedModel):
         """Ready to watch `model`."""
-        self.model, self.seen = model, LargestValues()
+        self.model = model
+        self.seen = LargestValues()
         self.attention = attention_modules(model)
         self.names = {id(module): name for name, module in model.named_modules()}
         self.norms = {
@@ -136,12 +138,16 @@ class Watcher:
 
 def larger(before: float, value: float) -> float:
     """Return the larger of two magnitudes; NaN where one is NaN, which Python's `max` passes over."""
-    return before + value if isnan(before) or isnan(value) else max(before, value)
+    if isnan(before) or isnan(value):
+        return before + value
+    return max(before, value)
 
 
 def _of_head(mask: torch.Tensor | None, head: int) -> torch.Tensor | None:
     """The mask of one head, [windows, seq, keys]."""
-    return None if mask is None else mask[:, head if mask.shape[1] > 1 else 0]
+    if mask is None:
+        return None
+    return mask[:, head if mask.shape[1] > 1 else 0]
 
 
 def head_logits(

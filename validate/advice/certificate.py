@@ -41,11 +41,13 @@ from .findings import chosen_scales
 #: Batches that are too few to tell anything.
 FEWEST = 4
 #: Octaves beyond the clip that cost no more than rounding (1/17 of the value), and that cost half of the value.
-HARMLESS, LARGE = log2(17 / 16), 1.0
+HARMLESS = log2(17 / 16)
+LARGE = 1.0
 #: How often a tensor may be exceeded harmfully, and by an octave, by the next batch: `good` up to the first, `bad`
 #: above the second. A harmful batch clips one value of some 10⁵ by more than rounding would, so that one in a hundred
 #: is not seen in any average; one in ten says that the amax is not known yet.
-HARMFUL_RATE, LARGE_RATE = (0.01, 0.1), (0.001, 0.01)
+HARMFUL_RATE = (0.01, 0.1)
+LARGE_RATE = (0.001, 0.01)
 #: Records in the last three quarters of the batches, over those expected. Tensors go together, so that of a few
 #: hundred only some five are independent, and 1.4 records each are expected: twice that is 3 standard deviations.
 MOST_DRIFT = 2.0
@@ -115,7 +117,9 @@ def octaves_beyond(amax_batches: npt.NDArray[np.float32]) -> float:
     amax = np.sort(measured(amax_batches).astype(np.float64))
     if len(amax) < 2 or amax[-1] == amax[-2]:
         return 0.0
-    return log2(amax[-1] / amax[-2]) if amax[-2] > 0 else float("inf")
+    if amax[-2] > 0:
+        return log2(amax[-1] / amax[-2])
+    return float("inf")
 
 
 def next_exceeds(octaves: npt.NDArray[np.float64], batches: int, beyond: float) -> float:
@@ -160,7 +164,8 @@ def certificate(statistics: Statistics, scales: Scales) -> Certificate:
     """Assess, from the statistics, the text that the run was calibrated on, for the scales and codes that were
     chosen.
     """
-    of_scales, corpus = _for_scales(statistics, scales), statistics.record.corpus
+    of_scales = _for_scales(statistics, scales)
+    corpus = statistics.record.corpus
     wanted = _wanted(statistics, scales)
     few = wanted and wanted.few(corpus.windows, corpus.seq_len)
     if wanted is None or few is None:
@@ -194,7 +199,8 @@ def _for_scales(statistics: Statistics, scales: Scales) -> Certificate:
         for name, scale in chosen_scales(scales, statistics.record.groups).items()
         if name in statistics.tensors
     }
-    batches, windows = len(statistics.batches_measured), statistics.record.corpus.windows
+    batches = len(statistics.batches_measured)
+    windows = statistics.record.corpus.windows
     # an expert that saw too little has another's amax, by a method of its own name
     by_amax = {name: scale for name, scale in chosen.items() if _by_batch_amax(scale.method)}
     if why := _untold(chosen, by_amax, batches):
@@ -205,7 +211,8 @@ def _for_scales(statistics: Statistics, scales: Scales) -> Certificate:
     seen = [records(statistics.tensors[record.tensor].amax_batches) for record in tensor_records]
     drift = sum(one for one, _ in seen) / sum(expected for _, expected in seen)
     corpus = statistics.record.corpus
-    exceeds, median = next_exceeds(octaves, batches, 0.0), _finite(float(np.median(octaves)))
+    exceeds = next_exceeds(octaves, batches, 0.0)
+    median = _finite(float(np.median(octaves)))
     verdict = _verdict(harmful, large, drift)
     more = None if drift > MOST_DRIFT else _more(harmful, large, batches) * corpus.batch_size
     return Certificate(
@@ -280,7 +287,9 @@ def _rate(
 def _verdict(harmful: float, large: float, drift: float) -> Verdict:
     if harmful > HARMFUL_RATE[1] or large > LARGE_RATE[1]:
         return "bad"
-    return "good" if harmful <= HARMFUL_RATE[0] and large <= LARGE_RATE[0] and drift <= MOST_DRIFT else "watch"
+    if harmful <= HARMFUL_RATE[0] and large <= LARGE_RATE[0] and drift <= MOST_DRIFT:
+        return "good"
+    return "watch"
 
 
 def _more(harmful: float, large: float, batches: int) -> int:

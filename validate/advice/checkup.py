@@ -75,7 +75,9 @@ def graded(
     """
     if not values:
         return [unknown(criterion, criterion.nothing)]
-    check, what, limit = criterion.check, criterion.what, criterion.limit
+    check = criterion.check
+    what = criterion.what
+    limit = criterion.limit
     worst_first = sorted(values, key=lambda pair: -pair[1] if not isnan(pair[1]) else float("-inf"))
     beyond = [pair for pair in worst_first if verdict_of(pair[1], limit) != "good"]
     entries = [
@@ -199,7 +201,9 @@ class Remedies:
         A cache has no two terms.
         """
         exact = scale is not None and scale.grid.by_value
-        return self.in_bf16(tensor) if exact or tensor.endswith((".k", ".v")) else self.two(tensor)
+        if exact or tensor.endswith((".k", ".v")):
+            return self.in_bf16(tensor)
+        return self.two(tensor)
 
     def again(self) -> str:
         """Choose all scales again by the same options, where the files differ from that choice."""

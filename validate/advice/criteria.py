@@ -28,7 +28,9 @@ class Criterion:
 
 
 #: FP16's largest number, its smallest normal one, and half its smallest one, which rounds to zero.
-FP16_MAX, FP16_NORMAL, FP16_ZERO = 65504.0, 2.0**-14, 2.0**-25
+FP16_MAX = 65504.0
+FP16_NORMAL = 2.0**-14
+FP16_ZERO = 2.0**-25
 #: Beyond this a square no longer fits FP32, in which every norm sums squares.
 SQUARE_OVERFLOWS = 2.0**64
 #: From FP32's largest number below 1 - x = 1: a softmax row whose largest logit leads by more is one-hot in FP32.
@@ -51,7 +53,9 @@ def db_below_best(sqnr_db: float | None, best_db: float | None) -> float:
     """
     if sqnr_db is None or sqnr_db >= LOSSLESS_DB:
         return 0.0
-    return math.inf if best_db is None else max(best_db - sqnr_db, 0.0)
+    if best_db is None:
+        return math.inf
+    return max(best_db - sqnr_db, 0.0)
 
 
 #: Of values that crowd around zero (what down_proj reads) 6 % underflow at the best scale there is, and a scale at
@@ -112,7 +116,9 @@ HIDDEN_STATES = Criterion(
 LOOPS = Criterion("loops", "prompts after which FP8 alone loops", Limit(0.0), "the model has too few positions")
 CHANCE = 0.05
 #: The prompts that BF16 and FP8 continue, the tokens of each, and the tokens of each answer.
-PROMPTS, PROMPT, ANSWER = 16, 32, 96
+PROMPTS = 16
+PROMPT = 32
+ANSWER = 96
 #: The checks that need the model.
 OF_THE_MODEL = (NORM_INPUTS, ATTENTION_LOGITS, CACHE_TOKENS, GEMM_ERRORS, HIDDEN_STATES, LOOPS)
 

@@ -105,19 +105,25 @@ def converged_after(amax_batches: npt.NDArray[np.float32]) -> float:
     last.
     """
     amax = measured(amax_batches)
-    return float((np.argmax(amax) + 1) / len(amax)) if len(amax) else 1.0
+    if len(amax):
+        return float((np.argmax(amax) + 1) / len(amax))
+    return 1.0
 
 
 def late_growth(amax_batches: npt.NDArray[np.float32]) -> float:
     """Return the amax over the amax of the first three quarters of the batches; 1.0 for fewer than four batches."""
     amax = measured(amax_batches)
     early = amax[: len(amax) * 3 // 4].max(initial=0)
-    return float(amax.max() / early) if len(amax) >= 4 and early > 0 else 1.0
+    if len(amax) >= 4 and early > 0:
+        return float(amax.max() / early)
+    return 1.0
 
 
 def _rounds_to_zero(scale: TensorScale) -> str:
     beyond = scale.clip > 2 * scale.amax  # by more than rounding to a power of two
-    return "a smaller --margin" if beyond else "a few huge values set its scale: {in_bf16}"
+    if beyond:
+        return "a smaller --margin"
+    return "a few huge values set its scale: {in_bf16}"
 
 
 #: Check -> its value for a tensor, and its remedy.
@@ -154,11 +160,13 @@ def findings(
     """
     outliers = []
     for name, scale in (chosen_scales(scales, statistics.record.groups) | dict(prospective)).items():
-        in_bf16, prefix = IN_BF16[name.rpartition(".")[2]], BEFORE_FP8 if name in prospective else ""
+        in_bf16 = IN_BF16[name.rpartition(".")[2]]
+        prefix = BEFORE_FP8 if name in prospective else ""
         if name not in statistics.tensors:
             raise unmeasured(name)
         for criterion, (value_of, remedy_of) in CHECKS.items():
-            value, limit = value_of(statistics.tensors[name], scale), criterion.limit.watch
+            value = value_of(statistics.tensors[name], scale)
+            limit = criterion.limit.watch
             if value > limit:
                 remedy = prefix + remedy_of(scale).format(in_bf16=in_bf16)
                 outliers.append(Outlier(name, criterion.what, value, value / limit, remedy))

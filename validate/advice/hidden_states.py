@@ -53,7 +53,8 @@ class Divergences:
 
     def add(self, layer: int, actual: torch.Tensor, expected: torch.Tensor) -> None:
         """Compare hidden states [windows, seq, width] of one layer."""
-        actual, expected = actual.float().flatten(0, -2), expected.float().flatten(0, -2)
+        actual = actual.float().flatten(0, -2)
+        expected = expected.float().flatten(0, -2)
         error = (actual - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
         self.errors.setdefault(layer, []).append(error.cpu())
         self.cosines.setdefault(layer, []).append(nn.functional.cosine_similarity(actual, expected, dim=-1).cpu())
@@ -78,7 +79,9 @@ class ModelPair:
 
     def __init__(self, model: PreTrainedModel, reference: Reference, layers: Layers | None):
         """Pair `model` with `reference`, which compute in one type; `layers` None: only GEMMs are compared."""
-        self.model, self.reference, self.layers = model, reference, layers
+        self.model = model
+        self.reference = reference
+        self.layers = layers
         self.divergences = Divergences()
 
     def run(self, ids: torch.Tensor, watching: AbstractContextManager[DynamicCache]) -> None:
@@ -116,7 +119,8 @@ class ModelPair:
         """Compare each FP8 GEMM in the block with the float model's GEMM of the same input."""
 
         def compare(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], None]:
-            linear, sums = self.model.get_submodule(name), self.divergences.gemms.setdefault(name, Sums())
+            linear = self.model.get_submodule(name)
+            sums = self.divergences.gemms.setdefault(name, Sums())
 
             def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
                 assert isinstance(module, FP8Linear), "the hook is on these alone"

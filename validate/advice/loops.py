@@ -16,7 +16,9 @@ from .checkup import Verdict
 from .criteria import ANSWER, CHANCE
 
 #: The longest period of a loop, how often at least it is repeated, and the tokens that it fills at least.
-LONGEST_PERIOD, FEWEST_TURNS, FEWEST_TOKENS = 16, 4, 24
+LONGEST_PERIOD = 16
+FEWEST_TURNS = 4
+FEWEST_TOKENS = 24
 
 
 def loop_length(tokens: Sequence[int]) -> int:
@@ -36,7 +38,9 @@ def greedy(
     model: PreTrainedModel, new_cache: Callable[[], DynamicCache], prompts: torch.Tensor, tokens: int = ANSWER
 ) -> list[list[int]]:
     """Generate `tokens` tokens greedily after each of `prompts` int64 [prompts, seq]; an end of text does not stop."""
-    cache, input_ids, steps = new_cache(), prompts, list[torch.Tensor]()
+    cache = new_cache()
+    input_ids = prompts
+    steps: list[torch.Tensor] = []
     with torch.inference_mode():
         for _ in range(tokens):
             logits = model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits

@@ -51,7 +51,9 @@ def attention_logits(seen: "LargestValues", cached: Collection[str], remedies: R
         return f"{magnitude(value)} ({leads}: {share(rows[0] / max(rows[1], 1))} of the rows)"
 
     def remedy(name: str, value: float) -> str:
-        return remedies.in_bf16(f"{name}.k") if f"{name}.k" in cached else remedies.two(f"{name}.*")
+        if f"{name}.k" in cached:
+            return remedies.in_bf16(f"{name}.k")
+        return remedies.two(f"{name}.*")
 
     return graded(criteria.ATTENTION_LOGITS, values, said, remedy)
 
@@ -133,7 +135,9 @@ def hidden_states(
 
 
 def _further(layer: int, error: float, worst: float) -> str:
-    return f", {share(worst)} at the worst layer" if worst != error else ""
+    if worst != error:
+        return f", {share(worst)} at the worst layer"
+    return ""
 
 
 def _tensor_errors(divergences: "Divergences", tensors: Sequence[ScaledTensor]) -> dict[str, float]:

@@ -73,7 +73,9 @@ class LossSums:
 def _after(loss: Loss, choice: str | None) -> float:
     """The loss of a tensor after a choice; as it is where that changes nothing of it."""
     changed = getattr(loss.kl_after, choice) if choice else None
-    return loss.kl_nats if changed is None else float(changed)
+    if changed is None:
+        return loss.kl_nats
+    return float(changed)
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,9 @@ def remedy_of(run: Run, sensitivity: Sensitivity | None = None) -> NextStep | No
         if "sensitivity" not in stages or run.is_stale("sensitivity"):
             return None
         sensitivity = load_sensitivity(run)
-    sums, changes, words = LossSums.of(sensitivity), list[str](), list[str]()
+    sums = LossSums.of(sensitivity)
+    changes: list[str] = []
+    words: list[str] = []
     if sums.inputs - sums.inputs_in_two > WORTH * sums.now:
         changes.append(f"inputs {nats(sums.inputs)} -> {nats(sums.inputs_in_two)} in two codes")
         words += ["--form", ADVISED_FORM]
@@ -125,7 +129,8 @@ def command_for(run: Run, words: list[str]) -> str:
 
 def calibrate_command(run: Run, words: list[str]) -> str:
     """`fp8q calibrate` with the model, texts, windows and other options of `run`, and the options `words`."""
-    corpus, record = load_record(run).corpus, run.record()
+    corpus = load_record(run).corpus
+    record = run.record()
     recorded = {name: stage.options for name, stage in record.stages.items()}
     model = [quote(record.model.get("path", "MODEL"))]
     model += ["--adapter", quote(record.model["adapter"])] if "adapter" in record.model else []
@@ -150,7 +155,7 @@ def texts_of(corpus: Corpus) -> list[str]:
 
     In a corpus that `merge` joined each text weighs as many windows as it gave.
     """
-    weights = dict[str, float]()
+    weights: dict[str, float] = {}
     for part in corpus.parts:
         for source in part.sources or []:
             if corpus.texts:
@@ -172,7 +177,9 @@ def evaluation_text(corpus: Corpus, recorded: Mapping[str, Any]) -> str | None:
     if held_out or (corpus.texts and not Path(evaluated).exists()):
         return None
     calibrated = {source.name for part in corpus.parts for source in part.sources or []}
-    return None if not evaluated or evaluated in calibrated else evaluated
+    if not evaluated or evaluated in calibrated:
+        return None
+    return evaluated
 
 
 def _minutes(run: Run) -> int:

@@ -82,7 +82,8 @@ def tensors_of(statistics: Statistics, scales: Scales, directory: Path) -> list[
         tensor = name if name in scales.kv_cache else f"{first.get(name, name)}.input"
         if tensor not in statistics.tensors:
             raise unmeasured(tensor)
-        seen, scale = statistics.tensors[tensor], judged_scale(stored[key], chosen)
+        seen = statistics.tensors[tensor]
+        scale = judged_scale(stored[key], chosen)
         # members of a group share a scale; where they do not, the least fitting one is judged
         if tensor not in by_tensor or _distance(scale, chosen) > _distance(by_tensor[tensor].scale, chosen):
             by_tensor[tensor] = ScaledTensor(name, seen.histogram, seen.amax_batches, chosen, scale)
@@ -100,7 +101,9 @@ def judged_scale(stored: npt.NDArray[np.float32], chosen: TensorScale) -> float:
 
 
 def _distance(scale: float, chosen: TensorScale) -> float:
-    return abs(math.log2(scale / chosen.scale)) if scale > 0 else math.inf
+    if scale > 0:
+        return abs(math.log2(scale / chosen.scale))
+    return math.inf
 
 
 def layer_order(name: str) -> list[tuple[bool, int, str]]:

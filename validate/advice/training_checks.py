@@ -32,7 +32,8 @@ from .criteria import (
 #: Records before the first that is judged by a median: a model's first steps are like none after them.
 WARM_UP = 4
 #: Records of the median that a gradient norm is compared with, and of a loss.
-NORM_RECORDS, LOSS_RECORDS = 16, 5
+NORM_RECORDS = 16
+LOSS_RECORDS = 5
 Floats = npt.NDArray[np.float64]
 
 
@@ -111,13 +112,17 @@ def _settled(log: TrainingLog) -> int:
 def _worst(values: Floats, first: int) -> float:
     """The largest value from the record `first` on; NaN where there is none."""
     later = values[first:]
-    return float(np.nanmax(later)) if len(later) and not np.isnan(later).all() else np.nan
+    if len(later) and not np.isnan(later).all():
+        return float(np.nanmax(later))
+    return np.nan
 
 
 def _late_mean(values: Floats) -> float:
     """The mean over the last quarter of the records that have a value."""
     there = values[~np.isnan(values)]
-    return float(there[-max(1, len(there) // 4) :].mean()) if len(there) else np.nan
+    if len(there):
+        return float(there[-max(1, len(there) // 4) :].mean())
+    return np.nan
 
 
 def _saturation_remedy(tensor: str, value: float) -> str:
@@ -202,12 +207,15 @@ def _gradient_norm(log: TrainingLog) -> list[Check]:
 
 def _jumps(log: TrainingLog) -> list[Check]:
     """Compare each amax with the amax of its history."""
-    amax, history, first = log.column("amax"), log.column("history"), _settled(log)
+    amax = log.column("amax")
+    history = log.column("history")
+    first = _settled(log)
     if len(log.steps) <= first:
         return [unknown(TRAINING_JUMPS, TRAINING_JUMPS.nothing)]
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(history > 0, amax / history, 1.0)[first:]
-    values, steps = [], {}
+    values = []
+    steps = {}
     for index, tensor in enumerate(log.tensors):
         if not np.isnan(ratio[:, index]).all():
             worst = int(np.nanargmax(ratio[:, index]))
@@ -226,7 +234,8 @@ def _jumps(log: TrainingLog) -> list[Check]:
 
 def _vanishing(log: TrainingLog) -> list[Check]:
     """Compare each gradient's last amax with its first."""
-    amax, values = log.column("amax"), []
+    amax = log.column("amax")
+    values = []
     for index in log.of_kind("gradient"):
         there = amax[~np.isnan(amax[:, index]), index]
         if len(there) > 1:

@@ -182,7 +182,9 @@ def with_both(models: Sequence[tuple[str, Footprint]], run: Run, vocabulary: int
 def _scales(run: Run, precision: Precision) -> Scales | None:
     if precision == "int8":
         return read_document(checkpoint_of(run, precision) / run.scales.name, Scales)
-    return load_scales(run) if precision == "fp8" else None
+    if precision == "fp8":
+        return load_scales(run)
+    return None
 
 
 def cache_of(graph: Path) -> list[tuple[int, bool]]:

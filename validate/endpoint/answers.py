@@ -55,10 +55,8 @@ def answers_of(positions: Sequence[Position], sent: int, counted: int) -> Likely
         best = sorted(position.best, key=lambda pair: -pair[1])
         tokens[index, : len(best)] = [token for token, _ in best]
         logprobs[index, : len(best)] = [logprob for _, logprob in best]
-    rows, nll = (
-        np.array([position.row for position in positions], np.int64),
-        np.array([position.nll for position in positions]),
-    )
+    rows = np.array([position.row for position in positions], np.int64)
+    nll = np.array([position.nll for position in positions])
     return LikelyTokens(rows, tokens, logprobs, nll, sent, counted)
 
 

@@ -61,18 +61,21 @@ def find_model(client: Client, served: str | None) -> ServedModel:
     """Find the model `served` by `client`, or its only one; raises InputError as `find_server` does."""
     with translated(client):
         try:
-            answer, triton = client.get("/v1/models"), False
+            answer = client.get("/v1/models")
+            triton = False
         except RefusedError as error:
             if error.status != 404:
                 raise
-            answer, triton = client.post("/v2/repository/index", {"ready": True}), True
+            answer = client.post("/v2/repository/index", {"ready": True})
+            triton = True
     try:
         listed = read_answer(TritonModels, answer) if triton else read_answer(AnsweredModelList, answer).data
     except UnansweredError as error:
         raise InputError(client.url, f"lists no models ({error})", "is it the address of a model's server?") from None
     limits = dict(map(_named, listed))
     if served not in limits and (served is not None or len(limits) != 1):
-        option, names = client.option.replace("url", "served"), ", ".join(limits)
+        option = client.option.replace("url", "served")
+        names = ", ".join(limits)
         raise InputError(
             client.url,
             f"serves {names[:MOST_NAMES] or 'no model'}{f', and not {option} {served}' if served else ''}",
@@ -85,7 +88,9 @@ def find_model(client: Client, served: str | None) -> ServedModel:
 
 def _named(model: ListedModel | TritonModel) -> tuple[str, int | None]:
     """The name of a listed model, and the tokens that it takes."""
-    return (model.name, None) if isinstance(model, TritonModel) else (model.id, model.max_model_len)
+    if isinstance(model, TritonModel):
+        return (model.name, None)
+    return (model.id, model.max_model_len)
 
 
 def ask_all(
@@ -108,7 +113,7 @@ def ask_all(
         f"{len(prompts)} requests of {sum(len(prompt.ids) for prompt in prompts):,} tokens of evaluation text, for "
         f"{form.name}" + (f": {number} log-probabilities {per}" if number else "")
     )
-    parts = list[LikelyTokens]()
+    parts: list[LikelyTokens] = []
     with report.track(f"Asking {server.client.url}", len(prompts), "prompts") as advance, translated(server.client):
         for prompt in prompts:
             path = folder / f"{prompt.window}.npz"
@@ -133,7 +138,8 @@ def answered_form(
 
     Raises InputError where it answers none, with its own words; `losses`: none that gives every token's loss.
     """
-    reasons, fault = list[str](), None
+    reasons: list[str] = []
+    fault = None
     with translated(server.client):
         for form in TRITON if server.triton else FORMS:
             if (form.all_positions and tail == 1) or (losses and not form.all_positions):
@@ -176,10 +182,11 @@ def without_prefix(prompts: Sequence[Prompt], prefix: int, count: int) -> list[P
     """The first `count` prompts without the `prefix` tokens that they begin with, nor the position behind these, which
     would be the first of a prompt and has no log-probability.
     """
-    shortened = list[Prompt]()
+    shortened: list[Prompt] = []
     for prompt in prompts[:count]:
         later = prompt.positions > prefix
-        positions, rows = prompt.positions[later] - prefix, prompt.rows[later]
+        positions = prompt.positions[later] - prefix
+        rows = prompt.rows[later]
         shortened.append(replace(prompt, ids=prompt.ids[prefix:], positions=positions, rows=rows))
     return shortened
 

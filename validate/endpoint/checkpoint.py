@@ -41,7 +41,7 @@ def run_checkpoint(
 
     check_tokens(directory, run_model, prompts)
     model = loaded_checkpoint(directory).to(device)
-    parts = list[LikelyTokens]()
+    parts: list[LikelyTokens] = []
     with torch.inference_mode(), report.track(f"Running {directory}", len(prompts), "windows") as advance:
         for prompt in prompts:
             ids = torch.tensor([prompt.ids], device=device)
@@ -56,7 +56,8 @@ def run_checkpoint(
                 ) from None
             targets = ids[0, torch.from_numpy(prompt.positions).to(device)]
             nll = losses(log_softmax(logits), targets).double().cpu().numpy()
-            tokens, logprobs = top.tokens[:, :SERVED].astype(np.int64), top.logprobs[:, :SERVED].astype(np.float64)
+            tokens = top.tokens[:, :SERVED].astype(np.int64)
+            logprobs = top.logprobs[:, :SERVED].astype(np.float64)
             parts.append(LikelyTokens(prompt.rows, tokens, logprobs, nll, len(prompt.ids), 0))
             advance(1)
     return joined_answers(parts)

@@ -28,10 +28,13 @@ from ...core.errors import BackendError, InputError
 from .schema import BASE_BYTES, most_bytes
 
 #: Attempts after the first, and the seconds that the waits between them begin with.
-RETRIES, BACKOFF_S, CONNECT_S = 4, 0.5, 5.0
+RETRIES = 4
+BACKOFF_S = 0.5
+CONNECT_S = 5.0
 BUSY = (429, 502, 503, 504)
 #: The most bytes of a refusal that are read, and the most characters of a server's own words that are repeated.
-MOST_REFUSED, MOST_QUOTED = 64 << 10, 200
+MOST_REFUSED = 64 << 10
+MOST_QUOTED = 200
 
 
 class RefusedError(Exception):
@@ -65,7 +68,9 @@ class Client:
                 "leave it out, and set OPENAI_API_KEY",
             )
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.requests, self.option, self._less = 0, option, less
+        self.requests = 0
+        self.option = option
+        self._less = less
         self._timeout_s = timeout_s
         retries = urllib3.Retry(
             total=RETRIES, read=0, other=0, redirect=0, backoff_factor=BACKOFF_S, raise_on_redirect=False,
@@ -229,7 +234,8 @@ class _WatchedSecurePool(urllib3.HTTPSConnectionPool):
 
 def _read(response: urllib3.BaseHTTPResponse, most: int) -> bytes:
     """The body, as far as it is read: a byte more than `most` at least, where there are so many."""
-    parts, length = list[bytes](), 0
+    parts: list[bytes] = []
+    length = 0
     try:
         while length <= most and (part := response.read1(1 << 20)):
             parts.append(part)
@@ -249,4 +255,6 @@ def _words(content: bytes) -> str:
         if isinstance(said, dict) and name in said:
             said = said[name]
     words = " ".join(str(said).split())
-    return words if len(words) <= MOST_QUOTED else f"{words[:MOST_QUOTED]}…"
+    if len(words) <= MOST_QUOTED:
+        return words
+    return f"{words[:MOST_QUOTED]}…"

@@ -42,7 +42,8 @@ class Distances:
 
 def distances(tops: TopTokens, answers: LikelyTokens) -> dict[str, Distances]:
     """Return the distances of `answers` from every runtime of `tops`."""
-    by_runtime, unlisted = {}, most_unlisted(answers, tops.ids[tops.positions][answers.rows])
+    by_runtime = {}
+    unlisted = most_unlisted(answers, tops.ids[tops.positions][answers.rows])
     for name, top in tops.runtimes.items():
         kl, rest = coarse_kl(top.at(answers.rows), answers.tokens, answers.logprobs, unlisted)
         known = np.isfinite(answers.logprobs).any(axis=1)
@@ -94,5 +95,6 @@ def _answered_by(tops: TopTokens, name: str, answers: LikelyTokens, number: int)
     """
     top = tops.runtimes[name].at(answers.rows)
     nll = np.where(np.isfinite(answers.nll), tops.nll[name][answers.rows].astype(np.float64), np.nan)
-    tokens, logprobs = top.tokens[:, :number].astype(np.int64), top.logprobs[:, :number].astype(np.float64)
+    tokens = top.tokens[:, :number].astype(np.int64)
+    logprobs = top.logprobs[:, :number].astype(np.float64)
     return LikelyTokens(answers.rows, tokens, logprobs, nll, 0, 0)

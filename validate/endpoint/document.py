@@ -12,7 +12,8 @@ Verdict = Literal["validated", "undecided", "other-arithmetic", "other-model", "
 
 
 #: The names of the validated arithmetic, and of the original's, in verdicts.
-VALIDATED, BF16 = "as validated", "BF16"
+VALIDATED = "as validated"
+BF16 = "BF16"
 
 
 class RuntimeDistance(Strict):

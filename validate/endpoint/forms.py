@@ -34,14 +34,16 @@ from .prompts import Prompt, evenly
 from .schema import AnsweredCompletion, AnsweredLogprobs, Generated, UnansweredError, read_answer
 
 #: Log-probabilities of a position that are asked for, the first number that is answered; and the fewest that will do.
-ASKED, LEAST = (20, 5), 5
+ASKED = (20, 5)
+LEAST = 5
 #: Beginnings of a prompt whose next token is asked for.
 PREFIXES = 8
 #: Statuses of a server that does not know a form; others are faults.
 UNKNOWN = (400, 404, 405, 413, 422, 501)
 #: A token that is named by its id in the place of its text, as `fp8q serve` and vLLM do where asked.
 BY_ID = re.compile(r"token_id:([0-9]{1,9})")
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHATS = "/v1/chat/completions"
 
 
 @dataclass
@@ -172,7 +174,9 @@ def ask_echo(server: Endpoint, prompt: Prompt, number: int) -> LikelyTokens:
     tops = of_length(logprobs.top_logprobs, len(prompt.ids), "logprobs.top_logprobs", 1)
     answered = []
     for row, position in zip(prompt.rows.tolist(), prompt.positions.tolist(), strict=True):
-        text, sent, value = str(tokens[position]), prompt.ids[position], token_logprobs[position]
+        text = str(tokens[position])
+        sent = prompt.ids[position]
+        value = token_logprobs[position]
         if text not in (server.text(sent), f"token_id:{sent}"):
             raise InputError(
                 server.client.url,
@@ -198,7 +202,8 @@ def ask_next(server: Endpoint, prompt: Prompt, number: int, as_text: bool = Fals
     answered = []
     for index, choice in zip([beginning.index for beginning in begun], answer.in_order(len(begun)), strict=True):
         tops = of_length((choice.logprobs or AnsweredLogprobs()).top_logprobs, 1, "logprobs.top_logprobs")
-        row, text_token = int(prompt.rows[index]), prompt.ids[prompt.positions[index]]
+        row = int(prompt.rows[index])
+        text_token = prompt.ids[prompt.positions[index]]
         best = by_text(server, row, tops[0])
         answered.append(answered_position(row, best, best.get(text_token, np.nan)))
     return answers_of(enough(answered, server, number), sum(beginning.tokens for beginning in begun), answer.counted)
@@ -219,10 +224,13 @@ def ask_greedy(server: Endpoint, prompt: Prompt, number: int) -> LikelyTokens:
 
 def ask_generate(server: Endpoint, prompt: Prompt, number: int) -> LikelyTokens:
     """Ask in the form 6."""
-    answered, sent, total = list[Position](), 0, 0
+    answered: list[Position] = []
+    sent = 0
+    total = 0
     for beginning in beginnings(server, prompt, telling(server, prompt), as_text=True):
         answer = read_answer(Generated, server.post({"text_input": beginning.prompt, "return_num_input_tokens": True}))
-        sent, total = sent + beginning.tokens, total + (answer.num_input_tokens or beginning.tokens)
+        sent = sent + beginning.tokens
+        total = total + (answer.num_input_tokens or beginning.tokens)
         position = likeliest(server, int(prompt.rows[beginning.index]), answer.text_output)
         answered += [position] if position else []
     return answers_of(answered, sent, total)
@@ -279,7 +287,9 @@ def likeliest(server: Endpoint, row: int, text: str | None) -> Position | None:
     if text is None:
         raise UnansweredError("no text")
     token = server.tokens_of(row).get(text, NO_TOKEN)
-    return Position(row, [(token, np.nan)], np.nan) if text else None
+    if text:
+        return Position(row, [(token, np.nan)], np.nan)
+    return None
 
 
 def by_text(server: Endpoint, row: int, top: Mapping[str, float] | None) -> dict[int, float]:
@@ -289,7 +299,8 @@ def by_text(server: Endpoint, row: int, top: Mapping[str, float] | None) -> dict
     if top is None:
         raise UnansweredError("a position without logprobs.top_logprobs")
     server.likely(top, "logprobs.top_logprobs")
-    known, tokens = server.tokens_of(row), dict[int, float]()
+    known = server.tokens_of(row)
+    tokens: dict[int, float] = {}
     for index, (text, value) in enumerate(top.items()):
         named = BY_ID.fullmatch(text)
         token = int(named[1]) if named else known.get(text, NO_TOKEN - index)

@@ -25,7 +25,9 @@ from .distance import Distances, distances, flip_shares, runtime_distances
 from .document import BF16, VALIDATED, Noticed, RuntimeDistance, Verdict
 
 #: The least share of a runtime's error in answers of its arithmetic, and limits of distances, as factors.
-SHARE, FURTHER, FAR = 0.25, 2.0, 10.0
+SHARE = 0.25
+FURTHER = 2.0
+FAR = 10.0
 #: The factor that the distance must fall to without a BOS, for the BOS to be the reason.
 CLEARLY = 0.25
 #: Stands among the arithmetics where these positions do not exclude another model.
@@ -146,7 +148,8 @@ def judge(tops: TopTokens, answers: LikelyTokens, windows: npt.NDArray[np.int64]
     """Judge `answers`; `windows` int64 [positions]: the window of each row of `tops`. `more`: the remedy where all of
     these windows were sent, and do not tell (`more.more_positions`).
     """
-    to_runtimes, between = distances(tops, answers), runtime_distances(tops, answers)
+    to_runtimes = distances(tops, answers)
+    between = runtime_distances(tops, answers)
     first = np.stack([top.tokens[answers.rows, 0] for top in tops.runtimes.values()])
     field = Field(
         to_runtimes,
@@ -223,7 +226,8 @@ class Field:
         """
         if ORIGINAL not in self.to or not self.by_kl or not self.validated:
             return None
-        to, interval = self.to[ORIGINAL], self.bootstrap.interval
+        to = self.to[ORIGINAL]
+        interval = self.bootstrap.interval
         nearest = min(self.validated, key=lambda name: self.size(self.between[name, ORIGINAL]))
         theirs = self.between[nearest, ORIGINAL]
         further = (interval(to.flips - theirs.flips).low, interval(to.loss - theirs.loss).low)
@@ -238,7 +242,8 @@ class Field:
         """Tell whether the answers may be in the arithmetic of `other`, which was not validated: neither clearly more
         than `FURTHER` times as far from what was validated as it is, nor clearly with less than `SHARE` of its error.
         """
-        validated, interval = self.validated[0], self.bootstrap.interval
+        validated = self.validated[0]
+        interval = self.bootstrap.interval
         error, distance, rest = (
             pair.compared(self.by_kl) for pair in (self.between[validated, other], self.to[validated], self.to[other])
         )
@@ -275,7 +280,8 @@ class Field:
     def _excesses(self, runtime: str, pairs: list[tuple[str, str]], factor: float) -> list[Excess]:
         if not pairs:
             return []
-        between, shares = [self.between[pair] for pair in pairs], [self.shares[pair] for pair in pairs]
+        between = [self.between[pair] for pair in pairs]
+        shares = [self.shares[pair] for pair in pairs]
         noise = noise_of(between, shares, self.positions, self.bootstrap)
         return excesses(self.to[runtime], noise, factor, self.agreed, self.bootstrap)
 
@@ -314,11 +320,9 @@ def _far_sentence(nearest: Distances, far: list[Excess], where: str, alike: bool
     sentence = (
         f"another model: {where}, and {nearest.flips.mean():.0%} of likeliest tokens are others; excluded by {limits}"
     )
-    return (
-        f"{sentence}; not by flips, so that it may be the model at another temperature or softcap"
-        if alike
-        else sentence
-    )
+    if alike:
+        return f"{sentence}; not by flips, so that it may be the model at another temperature or softcap"
+    return sentence
 
 
 def _open_sentence(kinds: list[str], where: str, more: str | None) -> str:
@@ -332,14 +336,17 @@ def _open_sentence(kinds: list[str], where: str, more: str | None) -> str:
 
 
 def _distance_text(distance: float, by_kl: bool) -> str:
-    return f"{distance:.3g} nats of KL" if by_kl else f"{distance:.1%} of likeliest tokens"
+    if by_kl:
+        return f"{distance:.3g} nats of KL"
+    return f"{distance:.1%} of likeliest tokens"
 
 
 def _row(
     name: str, to_runtime: Distances, tops: TopTokens, answers: LikelyTokens, bootstrap: Bootstrap
 ) -> RuntimeDistance:
     known = np.isfinite(answers.nll)
-    kl, complete = np.isfinite(to_runtime.kl).any(), bool(known.all()) and len(known) > 0
+    kl = np.isfinite(to_runtime.kl).any()
+    complete = bool(known.all()) and len(known) > 0
     return RuntimeDistance(
         runtime=name,
         validated=arithmetic_of(name) == VALIDATED,
@@ -377,7 +384,9 @@ def judge_prompt(judged: Judged, answers: LikelyTokens, without: Judged | None) 
             f"the server sets a BOS itself: without the one that was sent it is {_kl(without):.3g} nats from "
             f"{without.runtimes[0].runtime}, with it {_kl(judged):.3g}"
         )
-    return judged if reason is None else replace(judged, verdict="other-prompt", sentence=reason)
+    if reason is None:
+        return judged
+    return replace(judged, verdict="other-prompt", sentence=reason)
 
 
 def judge_reading(judged: Judged, difference: str | None) -> Judged:

@@ -44,7 +44,8 @@ def prompts_of(tops: TopTokens, tail: int | None, windows: int | None, longest: 
     """
     numbers = np.zeros(tops.positions.shape, np.int64)
     numbers[tops.positions] = np.arange(int(tops.positions.sum()))
-    prompts, least = list[Prompt](), tops.ids.shape[1]
+    prompts: list[Prompt] = []
+    least = tops.ids.shape[1]
     for window in evenly(range(len(tops.ids)), windows):
         positions = np.flatnonzero(tops.positions[window])
         least = min(least, int(positions[0]))
@@ -66,7 +67,8 @@ def prompts_of(tops: TopTokens, tail: int | None, windows: int | None, longest: 
 
 def compared_positions(prompts: Sequence[Prompt], tail: int | None, answered: int) -> str:
     """Say which positions of the `prompts` of a run are compared, and why no others; `answered`: so many were."""
-    most, positions = max(len(prompt.positions) for prompt in prompts), sum(len(prompt.positions) for prompt in prompts)
+    most = max(len(prompt.positions) for prompt in prompts)
+    positions = sum(len(prompt.positions) for prompt in prompts)
     which = "the last of each" if most == 1 else f"the last {most:,} of each"
     few = "" if answered >= positions else f"; {answered:,} of these {positions:,}, since each takes a request"
     if tail is None:
@@ -85,10 +87,13 @@ def more_positions(protocol: Protocol, tops: TopTokens, tail: int | None, run: s
     if tail is not None and protocol.prompt is not None:
         compared = min(compared, max(1, tail // 2))
     scored = protocol.context - (protocol.prompt or 0)
-    evaluated, windows = protocol.tokens // scored, (protocol.of_tokens or protocol.tokens) // scored
+    evaluated = protocol.tokens // scored
+    windows = (protocol.of_tokens or protocol.tokens) // scored
     there = min(windows, MOST_TOKENS // compared)
     if there <= len(tops.ids):
-        return "validate on a longer text, by --data TEXT" if there < MOST_TOKENS // compared else NOTHING_MORE
+        if there < MOST_TOKENS // compared:
+            return "validate on a longer text, by --data TEXT"
+        return NOTHING_MORE
     words = [] if compared == scored or protocol.prompt is None else [f"--as-served {protocol.context - compared}"]
     if words or evaluated < there:
         words.append(f"--max-tokens {there * (compared if words else scored)}")

@@ -30,7 +30,8 @@ from .prompts import evenly
 from .schema import AnsweredCompletion, AnsweredLogprobs, UnansweredError
 
 #: Texts that are sent, and their lengths in tokens, the first that is read as the same tokens again.
-TEXTS, LENGTHS = 4, (16, 12, 8, 6, 20, 10)
+TEXTS = 4
+LENGTHS = (16, 12, 8, 6, 20, 10)
 #: Log-probabilities of the next token.
 NEXT = 5
 #: Share of positions at which the answers differ less from the nearest runtime than the bound.
@@ -47,7 +48,7 @@ class ReferenceReading:
 
 def reference_readings(tops: TopTokens, vocabulary: Vocabulary) -> list[ReferenceReading]:
     """Return beginnings of windows that the run's tokenizer reads as the same tokens again: at most `TEXTS`."""
-    readings = list[ReferenceReading]()
+    readings: list[ReferenceReading] = []
     for window in tops.ids[evenly(range(len(tops.ids)), 4 * TEXTS)]:
         for length in LENGTHS:
             begun = window[:length].tolist()
@@ -73,7 +74,9 @@ def other_reading(
         return None
     try:
         difference = _other_texts(server, readings, bound)
-        return difference if difference or render is None else _other_chat(server, readings[0].text, render)
+        if difference or render is None:
+            return difference
+        return _other_chat(server, readings[0].text, render)
     except RefusedError:  # a server that answered all prompts takes no texts, or no chats
         return None
 
@@ -95,7 +98,8 @@ def _other_texts(server: Endpoint, readings: Sequence[ReferenceReading], bound: 
     for reading, choice in zip(readings, choices, strict=True):
         if (ids := choice.prompt_token_ids) and ids != list(reading.ids):
             return f"another tokenizer or BOS: {_difference(server, ids, reading.ids, 'a text')}"
-    counted, expected = answer.counted, sum(len(reading.ids) for reading in readings)
+    counted = answer.counted
+    expected = sum(len(reading.ids) for reading in readings)
     if counted not in (0, expected):
         return (
             f"another tokenizer or BOS: it reads {len(readings)} texts as {counted:,} tokens, which {server.owner}'s "
@@ -146,7 +150,9 @@ def _other_chat(server: Endpoint, text: str, render: Callable[[str], str]) -> st
         return None
     expected = server.vocabulary.encode(rendered, special_tokens=False)
     if ids := answer.prompt_token_ids:
-        return None if ids == expected else f"another chat template: {_difference(server, ids, expected, 'a chat')}"
+        if ids == expected:
+            return None
+        return f"another chat template: {_difference(server, ids, expected, 'a chat')}"
     if answer.counted in (0, len(expected)):
         return None
     return (

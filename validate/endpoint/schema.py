@@ -14,7 +14,8 @@ from ...core.files import plain_text
 
 #: The bytes that every answer may have, and those for each log-probability in it: vLLM's entries, with the token's
 #: text and rank, have some 100, and a token's text may be 256 characters of six bytes in JSON.
-BASE_BYTES, ENTRY_BYTES = 1 << 20, 512
+BASE_BYTES = 1 << 20
+ENTRY_BYTES = 512
 #: The most that a server may count: positions of a model, tokens of a prompt.
 MOST_COUNT = 2**31 - 1
 #: The most characters of a place in an answer that are repeated.

@@ -21,7 +21,8 @@ def with_unit_cache(run: Run, tops: TopTokens, device: str, report: Reporter) ->
     loaded = open_reference(run, "fast", device)
     forward = logits_of(replace(loaded, cache_scales=_units(loaded.cache_scales)))
     windows = np.flatnonzero(tops.positions.any(axis=1))
-    parts, nll = [], []
+    parts = []
+    nll = []
     with torch.inference_mode(), report.track("Trying a cache without scales", len(windows), "windows") as advance:
         for window in windows:
             positions = torch.from_numpy(np.flatnonzero(tops.positions[window])).to(device)

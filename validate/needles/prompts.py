@@ -24,7 +24,9 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SENTENCE = "The secret number of {key} is {value}."
 #: The least and the largest number that is hidden.
 NUMBERS = (1000, 9999)
-CONSONANTS, VOWELS, SYLLABLES = list("bdfgklmnprstvz"), list("aeiou"), 3
+CONSONANTS = list("bdfgklmnprstvz")
+VOWELS = list("aeiou")
+SYLLABLES = 3
 SEED = 0
 Tokens = npt.NDArray[np.int64]
 #: Token ids of a text, without the tokens that a tokenizer puts in front.
@@ -94,7 +96,8 @@ def _needle(haystack: Haystack, cell: tuple[int, float, int], encode: Encode, dr
     value = str(draw.integers(*NUMBERS, endpoint=True))
     begun = haystack.sentence[: haystack.sentence.index("{value}")].replace("{key}", key)
     hidden = encode("\n" + haystack.sentence.replace("{key}", key).replace("{value}", value) + "\n")
-    question, answered = encode("\n" + begun.rstrip()), encode("\n" + begun + value)
+    question = encode("\n" + begun.rstrip())
+    answered = encode("\n" + begun + value)
     asked = next(
         (n for n, pair in enumerate(zip(question, answered, strict=False)) if pair[0] != pair[1]), len(question)
     )
@@ -112,7 +115,8 @@ def _needle(haystack: Haystack, cell: tuple[int, float, int], encode: Encode, dr
             "give more with --needle-text FILE, or fewer tokens",
         )
     start = draw.integers(len(haystack.ids) - room, endpoint=True)
-    filler, cut = haystack.ids[start : start + room].tolist(), round(depth * room)
+    filler = haystack.ids[start : start + room].tolist()
+    cut = round(depth * room)
     ids = [*haystack.prefix, *filler[:cut], *hidden, *filler[cut:], *answered]
     return Needle(length, depth, trial, key, value, np.array(ids, np.int64), len(answered) - asked)
 

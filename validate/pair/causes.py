@@ -158,14 +158,17 @@ def _fault(module: ModuleError, facts: Facts) -> tuple[str, str]:
 
 def _origin(name: str, facts: Facts) -> str | None:
     ours, theirs = facts.weights
-    return origin_of(theirs[name], ours) if name in theirs else None
+    if name in theirs:
+        return origin_of(theirs[name], ours)
+    return None
 
 
 @cause_rule
 def broken_experts(facts: Facts) -> Iterator[Cause]:
     """Single experts of a mixture whose weights are far from the original's."""
     every = [error for errors in facts.experts.values() for error in errors]
-    limit, usual = outlier_limit(every), usual_error(every)
+    limit = outlier_limit(every)
+    usual = usual_error(every)
     for parameter, errors in facts.experts.items():
         outside = [number for number, error in enumerate(errors) if error is None or error > limit]
         if outside:

@@ -49,7 +49,10 @@ class CheckpointChain(LayerChain):
 
         Raises InputError for what transformers does not load, and NoChainError for a model that is no chain of layers.
         """
-        self.path, self.subject, self.device, self.dtype = path, subject, device, dtype
+        self.path = path
+        self.subject = subject
+        self.device = device
+        self.dtype = dtype
         with loading_by_transformers(path, subject):
             self.config = AutoConfig.from_pretrained(path, local_files_only=True)
             with torch.device("meta"):
@@ -95,7 +98,8 @@ class CheckpointChain(LayerChain):
 
     def _part(self, wanted: Callable[[str], bool]) -> PreTrainedModel:
         """Load the modules with `wanted` names, ready to run."""
-        kind, layers = _part_of(type(self.whole), wanted), self.layers.prefix.rpartition(".")[2]
+        kind = _part_of(type(self.whole), wanted)
+        layers = self.layers.prefix.rpartition(".")[2]
 
         def in_part(tensor: str) -> bool:
             _, inside, rest = f".{tensor}".partition(f".{layers}.")  # files may lack the prefix of the base model

@@ -95,7 +95,9 @@ def quantization_of(path: Path, config: Mapping[str, Any]) -> str | None:
     """Say how a checkpoint declares itself quantized: `quant_method` and format of config.json; None: it does not."""
     said = next((config[key] for key in QUANTIZATION_KEYS if isinstance(config.get(key), dict)), None)
     if said is None:
-        return "modelopt" if (path / MODELOPT_FILE).is_file() else None
+        if (path / MODELOPT_FILE).is_file():
+            return "modelopt"
+        return None
     form = said.get("format") or ("blocks" if said.get("weight_block_size") else None)
     return " ".join(str(part) for part in (said.get("quant_method", "unnamed"), form) if part)
 

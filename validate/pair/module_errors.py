@@ -49,7 +49,8 @@ class OutputSums:
         if ours.shape != theirs.shape:
             self.comparable = False
             return
-        first, second = ours.double(), theirs.to(ours.device).double()
+        first = ours.double()
+        second = theirs.to(ours.device).double()
         self.difference += float((second - first).square().sum())
         self.original += float(first.square().sum())
         self.candidate += float(second.square().sum())
@@ -89,7 +90,8 @@ def compare_modules(
     that the candidate has under no such name, are not compared. Returns the modules, the worst first (not finite before
     all), and the hidden states in order.
     """
-    compared, hidden = ComparedModules(original, candidate), dict[int, OutputSums]()
+    compared = ComparedModules(original, candidate)
+    hidden: dict[int, OutputSums] = {}
     for ids in windows:
         with torch.inference_mode():
             with compared.adding():
@@ -159,7 +161,9 @@ class LayerParts:
 
     def __init__(self, name: str, original: nn.Module, candidate: nn.Module):
         """Compare the direct children with weights that both layers have; `name`: of the layer."""
-        self.name, self.original, self.candidate = name, original, candidate
+        self.name = name
+        self.original = original
+        self.candidate = candidate
         theirs = dict(candidate.named_children())
         self.children = {
             child: (module, theirs[child])
@@ -197,7 +201,8 @@ class LayerParts:
         self.outputs.clear()
 
     def _adder(self, child: str) -> Callable[..., None]:
-        ours, sums = self.outputs[child], self.sums.setdefault(child, OutputSums())
+        ours = self.outputs[child]
+        sums = self.sums.setdefault(child, OutputSums())
 
         def add(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if (tensor := _tensor_of(output)) is not None:
@@ -217,7 +222,9 @@ class LayerParts:
 
 def _tensor_of(output: Any) -> torch.Tensor | None:
     first = output[0] if isinstance(output, tuple) and output else output
-    return first if isinstance(first, torch.Tensor) else None
+    if isinstance(first, torch.Tensor):
+        return first
+    return None
 
 
 def sorted_by_error(errors: Sequence[ModuleError]) -> list[ModuleError]:
@@ -255,7 +262,9 @@ def _caster(other: nn.Module) -> Callable[[Any], Any]:
         if isinstance(value, tuple):
             return tuple(map(cast, value))
         floating = isinstance(value, torch.Tensor) and value.is_floating_point() and value.element_size() > 1
-        return value.to(dtype) if floating and dtype is not None else value
+        if floating and dtype is not None:
+            return value.to(dtype)
+        return value
 
     return cast
 
@@ -265,7 +274,8 @@ def origin_of(candidate: torch.Tensor, originals: Mapping[str, torch.Tensor]) ->
 
     Compares directions, so that a wrong scale does not hide where a weight came from.
     """
-    best, name = SAME_WEIGHT, None
+    best = SAME_WEIGHT
+    name = None
     flat = candidate.float().flatten()
     norm = flat.norm()
     for other, weight in originals.items():
@@ -273,7 +283,8 @@ def origin_of(candidate: torch.Tensor, originals: Mapping[str, torch.Tensor]) ->
             values = weight.float().flatten()
             alike = float(torch.dot(flat, values) / (norm * values.norm()).clamp_min(1e-30))
             if alike > best:
-                best, name = alike, other
+                best = alike
+                name = other
     return name
 
 
@@ -351,7 +362,8 @@ def embedding_errors(
 
 def _table_error(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> TableError:
     """Compare two tables [rows, width], some rows at a time."""
-    differences, norms = list[torch.Tensor](), list[torch.Tensor]()
+    differences: list[torch.Tensor] = []
+    norms: list[torch.Tensor] = []
     for first, second in zip(ours.split(ROWS_AT_ONCE), theirs.split(ROWS_AT_ONCE), strict=True):
         before = first.float()
         differences.append((second.to(first.device).float() - before).norm(dim=1).cpu())

@@ -17,7 +17,9 @@ EXPERTS = "experts"
 def _end_of(name: str) -> tuple[str, str]:
     """The number of the layer and the name within it, or the last part of a name outside the layers."""
     match = _IN_LAYER.search(name)
-    return (match[0].split(".")[1], match[1]) if match else ("", name.rpartition(".")[2])
+    if match:
+        return (match[0].split(".")[1], match[1])
+    return ("", name.rpartition(".")[2])
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 import numpy as np
 
 #: An error stands out where it is both so many times the lower quartile, and so large: where values were rounded.
-TIMES_USUAL, LARGE = 4.0, 0.1
+TIMES_USUAL = 4.0
+LARGE = 0.1
 #: So large where they were stored as they are: twice what casts between BF16 and FP16 and sums in another order leave.
 LARGE_UNROUNDED = 0.02
 #: No rounding has such an error.
@@ -20,7 +21,9 @@ NO_ROUNDING = 0.5
 def usual_error(errors: Iterable[float | None]) -> float:
     """The lower quartile of the errors that are finite; 0 where there are none."""
     finite = [error for error in errors if error is not None]
-    return float(np.quantile(finite, 0.25, method="lower")) if finite else 0.0
+    if finite:
+        return float(np.quantile(finite, 0.25, method="lower"))
+    return 0.0
 
 
 def outlier_limit(errors: Iterable[float | None], large: float = LARGE) -> float:

@@ -30,7 +30,8 @@ from ...quantize.reading.run_checkpoint import FP8Q_CONFIG
 from .document import Cause
 
 #: The rules of these causes.
-CONFIG_RULE, GENERATION_RULE = "config", "generation-config"
+CONFIG_RULE = "config"
+GENERATION_RULE = "generation-config"
 #: Fields of config.json without effect on an answer: who wrote it, in which type weights are stored, what else is
 #: returned, how it was trained, and the token that fills up rows of a batch, which attention does not see.
 NO_EFFECT = re.compile(
@@ -100,7 +101,8 @@ class ConfigFile:
 
     def implied(self, path: str) -> object:
         """The value that models take for a field that is not set; None where that is not known."""
-        fields, field = self.text.to_dict(), path.rpartition(".")[2]
+        fields = self.text.to_dict()
+        field = path.rpartition(".")[2]
         if field in DERIVED:
             return config_field(fields, field)
         if field == "n_inner":
@@ -130,7 +132,8 @@ def config_differences(original: ConfigFile, candidate: ConfigFile) -> Iterator[
             f"is a {candidate.config.model_type}, and the original's a {original.config.model_type}: only their "
             "language models are compared"
         ))  # fmt: skip
-    ours, theirs = original.leaves(text_alone), candidate.leaves(text_alone)
+    ours = original.leaves(text_alone)
+    theirs = candidate.leaves(text_alone)
     for path in sorted({*ours, *theirs}, key=lambda path: (path.count("."), path)):
         values = ours.get(path, original.implied(path)), theirs.get(path, candidate.implied(path))
         if not _same(path, *values) and not _head_apart(path, values):
@@ -176,7 +179,9 @@ def _same(path: str, ours: object, theirs: object) -> bool:
 
 
 def _id_set(value: object) -> set[object]:
-    return {*value} if isinstance(value, list) else {value} - {None}
+    if isinstance(value, list):
+        return {*value}
+    return {value} - {None}
 
 
 def _told(path: str, ours: object, theirs: object) -> str:

@@ -38,7 +38,8 @@ from .document import CANDIDATE, HiddenError, ModuleError, TableError
 from .module_errors import ComparedModules, OutputSums, embedding_errors, expert_errors, sorted_by_error
 
 #: What stands in an error of a full disk, and the remedy.
-OPTION, REMEDY = "--stream", "name another directory with --out, or give a smaller --max-tokens"
+OPTION = "--stream"
+REMEDY = "name another directory with --out, or give a smaller --max-tokens"
 
 
 #: Parameter -> the relative errors of the experts that it holds.
@@ -85,7 +86,9 @@ class StreamedWindows:
 
     def of(self, name: str) -> Batches:
         """The batches that a model runs; modules are compared in BF16 alone."""
-        return dict(self.scored) if name == FLOAT32 else {**self.scored, **self.modules}
+        if name == FLOAT32:
+            return dict(self.scored)
+        return {**self.scored, **self.modules}
 
 
 def _files(folder: Path, name: str) -> list[Path]:
@@ -138,7 +141,8 @@ class StreamedModel:
 
     def behind(self, model: Any, batch: int, **named: object) -> Any:
         """The outputs of `model`, with its modules outside the layers, for what left the last layer."""
-        chain, ids = self.chain, torch.from_numpy(self.batches[batch]).to(self.chain.device)
+        chain = self.chain
+        ids = torch.from_numpy(self.batches[batch]).to(self.chain.device)
         leaving = self.states[chain.layers.count % 2].read(batch, chain.device)
         return outputs_behind(model, chain.layers, chain.layer_output, ids, leaving, **named)
 
@@ -155,7 +159,8 @@ class PairStream:
 
         `folder` exists; a killed call's files there are continued, so it must have had the same arguments.
         """
-        self.windows, self.folder = windows, folder
+        self.windows = windows
+        self.folder = folder
         self.copies = copies_of(chains[BASELINE].device)
         self.models = {name: self._model(name, chain) for name, chain in chains.items()}
         self.original, self.candidate = self.models[BASELINE], self.models.get(CANDIDATE)

@@ -36,7 +36,9 @@ SETTINGS = "tokenizer_config.json"
 #: More texts for the rules of spaces and case, around which special tokens are put too.
 AROUND = ("{}", "a{}b", "A {} B", " {} \n{}")
 #: The most added tokens that are read within texts, and the most characters and tokens of an example.
-MOST_ADDED, EXAMPLE, SHOWN = 200, 24, 8
+MOST_ADDED = 200
+EXAMPLE = 24
+SHOWN = 8
 #: Parts of tokenizer.json that are compared by themselves, or hold nothing but names.
 APART = ("version", "truncation", "padding", "added_tokens")
 #: Numbers of tokens that stand for no limit.
@@ -106,7 +108,8 @@ def tokenizer_differences(
 
     `texts`: some of the text that is evaluated. `positions`: of the candidate. Raises InputError where one is damaged.
     """
-    ours, theirs = TokenizerFile.read(original), TokenizerFile.read(candidate)
+    ours = TokenizerFile.read(original)
+    theirs = TokenizerFile.read(candidate)
     yield from _limits(ours.parts, theirs.parts, positions)
     samples = [*SAMPLES, *texts, *_with_added(ours), *_with_added(theirs)]
     size = max(ours.tokenizer.get_vocab_size(), theirs.tokenizer.get_vocab_size())
@@ -124,7 +127,9 @@ def _cause(severity: Any, subject: str, fault: str, remedy: str = REMEDY) -> Cau
 
 def _limits(ours: dict[str, Any], theirs: dict[str, Any], positions: int | None) -> Iterator[Cause]:
     """Yield the limits that a text of a usual length does not show."""
-    truncation, padding, dropout = theirs["truncation"], theirs["padding"], theirs["model"].get("dropout")
+    truncation = theirs["truncation"]
+    padding = theirs["padding"]
+    dropout = theirs["model"].get("dropout")
     if truncation and truncation != ours["truncation"] and truncation["max_length"] < (positions or NO_LIMIT):
         yield _cause(
             "error",
@@ -159,7 +164,8 @@ def _otherwise(ours: Reader, theirs: Reader, samples: Sequence[str], single: Ite
     """
     for text in samples:
         for special in (True, False):
-            first, second = ours.encode(text, special), theirs.encode(text, special)
+            first = ours.encode(text, special)
+            second = theirs.encode(text, special)
             if first != second:
                 start = max(0, _common(first, second) - 2)
                 yield (
@@ -170,7 +176,8 @@ def _otherwise(ours: Reader, theirs: Reader, samples: Sequence[str], single: Ite
     written = itertools.chain((ours.encode(text, False) for text in samples), ([number] for number in single))
     for ids in written:
         for without in (True, False):
-            before, after = ours.decode(ids, without), theirs.decode(ids, without)
+            before = ours.decode(ids, without)
+            after = theirs.decode(ids, without)
             if before != after:
                 yield (
                     f"writes the tokens {ours.shown(ids)} as {_example(after)}, and the original's as "

@@ -46,10 +46,13 @@ def accuracy_rows(run: Run) -> list[AccuracyRow]:
     """Every runtime that was evaluated, BF16 first; the interval of the increase is found from the paired tokens."""
     if not wrote(run, run.accuracy, "validate"):
         return []
-    accuracy, nll = load_accuracy(run), load_token_losses(run)
+    accuracy = load_accuracy(run)
+    nll = load_token_losses(run)
     rows = []
     for name, runtime in accuracy.runtimes.items():
-        low, high, windows = None, None, None
+        low = None
+        high = None
+        windows = None
         if runtime.perplexity_increase is not None and {name, "bf16"} <= nll.keys():
             low, high = increase_interval(nll["bf16"], nll[name])
             windows = len(paired(nll["bf16"], nll[name]))

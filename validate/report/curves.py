@@ -17,7 +17,8 @@ Floats = npt.NDArray[np.float64]
 #: BF16 patterns in one bar of a histogram: an eighth of an octave, as wide as E4M3's steps.
 PATTERNS_A_BAR = 16
 #: The octaves of the code that a sparkline spans: E4M3 from below its smallest value to above its largest.
-SPARK_LEFT, SPARK_RIGHT = -12, 10
+SPARK_LEFT = -12
+SPARK_RIGHT = 10
 
 
 def density(histogram: Histogram, patterns: int = PATTERNS_A_BAR) -> tuple[Floats, Floats]:
@@ -30,7 +31,8 @@ def density(histogram: Histogram, patterns: int = PATTERNS_A_BAR) -> tuple[Float
     values, counts = histogram.finite
     normal = values >= np.finfo(np.float32).tiny
     bars = histogram.bits[: len(values)][normal] // patterns
-    first, last = int(bars.min()), int(bars.max())
+    first = int(bars.min())
+    last = int(bars.max())
     edges = np.log2(magnitudes(np.arange(first, last + 2) * patterns).astype(np.float64))
     totals = np.bincount(bars - first, counts[normal].astype(np.float64), last - first + 1)
     return edges, totals / counts.sum() / np.diff(edges)
@@ -75,8 +77,10 @@ class ErrorShares:
 def error_shares(histogram: Histogram, scale: float, grid: CodeGrid = E4M3) -> ErrorShares:
     """Split the squared error at `scale` by its cause; without any error all shares are zero."""
     _, error = errors(histogram, scale, grid)
-    values, total = histogram.finite[0], float(error.sum()) or 1.0
-    beyond, zeroed = values > scale * grid.max, values <= np.float64(scale) * grid.midpoints[0]
+    values = histogram.finite[0]
+    total = float(error.sum()) or 1.0
+    beyond = values > scale * grid.max
+    zeroed = values <= np.float64(scale) * grid.midpoints[0]
     return ErrorShares(
         float(error[beyond].sum()) / total,
         float(error[zeroed].sum()) / total,
@@ -128,7 +132,8 @@ def along_window(values: npt.NDArray[np.floating], spans: int) -> Curve:
     """
     scored = ~np.isnan(values)
     scored_spans = [span for span in np.array_split(np.arange(values.shape[1]), spans) if scored[:, span].any()]
-    means, standard_errors = np.full(len(scored_spans), np.nan), np.full(len(scored_spans), np.nan)
+    means = np.full(len(scored_spans), np.nan)
+    standard_errors = np.full(len(scored_spans), np.nan)
     for i, span in enumerate(scored_spans):
         inside = values[scored[:, span].any(axis=1)][:, span].astype(np.float64)
         means[i] = np.nanmean(inside)

@@ -79,9 +79,9 @@ def loss_plot(losses: Sequence[Loss]) -> Plot:
 
 def _named(loss: Loss) -> str:
     """A tensor in a sentence."""
-    return (
-        loss.module if loss.kind == "kv_cache" else f"the {loss.kind.replace('activation', 'input')} of {loss.module}"
-    )
+    if loss.kind == "kv_cache":
+        return loss.module
+    return f"the {loss.kind.replace('activation', 'input')} of {loss.module}"
 
 
 def divergence_plot(kl: Mapping[str, npt.NDArray[np.float32]]) -> Plot:
@@ -149,17 +149,18 @@ def learned_weights(run: Run) -> Distillation | None:
     """Read what `run` learned; None where nothing was, or the checkpoint has other codes now."""
     if not wrote(run, run.distillation, "distill"):
         return None
-    distillation, quantized = load_distillation(run), run.record().stages.get("quantize")
+    distillation = load_distillation(run)
+    quantized = run.record().stages.get("quantize")
     in_use = quantized is not None and run.distilled.name in quantized.inputs
-    return distillation if in_use or distillation.best.step == 0 else None
+    if in_use or distillation.best.step == 0:
+        return distillation
+    return None
 
 
 def learning_plot(distillation: Distillation) -> Plot:
     """The held-out KL by step while weights were learned."""
-    moments, marked = (
-        distillation.moments,
-        {"start": (distillation.start, VERMILLION), "best": (distillation.best, GREEN)},
-    )
+    moments = distillation.moments
+    marked = {"start": (distillation.start, VERMILLION), "best": (distillation.best, GREEN)}
 
     def draw(width: float) -> "Figure":
         figure = figure_of(width, 2.6)
@@ -183,7 +184,8 @@ def learning_plot(distillation: Distillation) -> Plot:
 
 
 #: The decibels that layers differ by where none stands out, and that lie below what rounding alone leaves.
-ALIKE_DB, BELOW_DB = 2.0, 3.0
+ALIKE_DB = 2.0
+BELOW_DB = 3.0
 #: The share of a tensor's error that rounding makes where its histogram has nothing else to show.
 ALL_ROUNDING = 0.99
 
@@ -200,7 +202,9 @@ def losses_by_tensor(run: Run) -> list[Loss]:
     """List the loss that each tensor causes alone, worst first; nothing where that is not known of the files that are
     here now.
     """
-    return load_sensitivity(run).modules if wrote(run, run.sensitivity, "sensitivity") else []
+    if wrote(run, run.sensitivity, "sensitivity"):
+        return load_sensitivity(run).modules
+    return []
 
 
 def report_plots(run: Run) -> dict[str, Plot]:
@@ -267,7 +271,8 @@ def no_outlier(rows: Sequence[ModuleRow]) -> str:
 
 
 def _draw_positions(run: Run, drawn: Drawings) -> None:
-    rows, kl = position_rows(run), load_divergences(run)
+    rows = position_rows(run)
+    kl = load_divergences(run)
     if rows and is_flat(rows):
         drawn.remarks["positions"] = _flat(rows)
         return
@@ -279,7 +284,8 @@ def _draw_positions(run: Run, drawn: Drawings) -> None:
 
 
 def _flat(rows: Sequence[PositionRow]) -> str:
-    first, last = rows[0], rows[-1]
+    first = rows[0]
+    last = rows[-1]
     ends = ", ".join(
         f"{nats(first.divergences[name])} and {nats(last.divergences[name])} nats ({name})"
         for name in last.divergences

@@ -19,7 +19,8 @@ from ..bench.document import DIGITS, Bench, cache_of, gemm_shapes, times
 from .rows import size_rows, wrote
 
 #: The two models of a run that its times compare.
-BF16, FP8 = "bf16", "fp8"
+BF16 = "bf16"
+FP8 = "fp8"
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ def gains(run: Run) -> list[Gain]:
     sizes = {row.what: row.bytes for row in size_rows(run)}
     if "FP8 checkpoint" not in sizes:
         return []
-    before, after = sizes["weights in BF16"], sizes["FP8 checkpoint"]
+    before = sizes["weights in BF16"]
+    after = sizes["FP8 checkpoint"]
     rows = [Gain("weights", size(before), size(after), f"{100 * after / before:.0f} % of BF16", "files")]
     return [*rows, *_arithmetic(run), *_measured(run)]
 
@@ -47,8 +49,10 @@ def _arithmetic(run: Run) -> list[Gain]:
     """Bounds of the speed: bytes of a decode step and operations of a prompt; nothing of a checkpoint in part."""
     if not (run.model / "config.json").is_file():
         return []
-    scales, shapes = load_scales(run), gemm_shapes(run, vocabulary_size(run))
-    in_bf16, codes = cost_of(shapes, {}), cost_of(shapes, {}, scales)
+    scales = load_scales(run)
+    shapes = gemm_shapes(run, vocabulary_size(run))
+    in_bf16 = cost_of(shapes, {})
+    codes = cost_of(shapes, {}, scales)
     positions = 0
     if run.onnx.is_file():
         cache = cache_of(run.onnx)
@@ -94,7 +98,8 @@ def _measured(run: Run) -> list[Gain]:
     if not every:
         return []
     ours = max(both or every, key=lambda row: (row.batch, row.prompt))
-    theirs, its = pairs.get((ours.batch, ours.prompt)), bench.protocol
+    theirs = pairs.get((ours.batch, ours.prompt))
+    its = bench.protocol
     known = f"fp8q bench, {its.runtime} on {its.device}, batch {ours.batch:,}, prompts of {ours.prompt:,}"
     if its.emulated:
         known += "; FP8 is emulated there, which says nothing of its speed on a GPU"
@@ -103,7 +108,8 @@ def _measured(run: Run) -> list[Gain]:
         ("tokens a second", "tokens_per_second", "as many"),
         ("between two tokens, ms", "itl_p50_ms", "the time"),
     ):
-        after, before = getattr(ours, field), getattr(theirs, field) if theirs else None
+        after = getattr(ours, field)
+        before = getattr(theirs, field) if theirs else None
         gain = f"{times(after / before)} {unit}" if before and not its.emulated else ""
         rows.append(Gain(what, DIGITS(before) if before else "", DIGITS(after), gain, known))
     return rows

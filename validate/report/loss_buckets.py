@@ -48,10 +48,12 @@ class PositionRow:
 
 def doubling_spans(context: int) -> Iterator[tuple[int, int]]:
     """The first and the last position of each bucket of a window of `context` tokens, counted from 1."""
-    first, last = 1, FIRST
+    first = 1
+    last = FIRST
     while first <= context:
         yield first, min(last, context)
-        first, last = last + 1, 2 * last
+        first = last + 1
+        last = 2 * last
 
 
 def by_position(
@@ -128,7 +130,8 @@ def position_table(rows: Sequence[PositionRow], note: str = "") -> Table[Positio
 
 def not_covered(accuracy: Accuracy) -> str:
     """Name the model's positions that no window reached, and the command that does; empty where there are none."""
-    context, positions = accuracy.protocol.context, accuracy.positions
+    context = accuracy.protocol.context
+    positions = accuracy.positions
     if positions is None or context >= positions:
         return ""
     return (
@@ -202,10 +205,12 @@ class FrequencyRow:
 
 def buckets(counts: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     """The least and the most occurrences of each bucket (0, 1 to 3, 4 to 15 …) up to the largest of `counts`."""
-    least, most = 0, 0
+    least = 0
+    most = 0
     while least <= counts.max(initial=0):
         yield least, most
-        least, most = most + 1, STEP * (most + 1) - 1
+        least = most + 1
+        most = STEP * (most + 1) - 1
 
 
 def by_frequency(
@@ -220,7 +225,8 @@ def by_frequency(
     """
     ids = evaluation.ids[evaluation.scored]
     seen = np.bincount(calibration.ravel(), minlength=int(ids.max()) + 1)
-    counts, losses = seen[ids], nll[evaluation.scored].astype(np.float64)
+    counts = seen[ids]
+    losses = nll[evaluation.scored].astype(np.float64)
     before = None if base is None else base[evaluation.scored].astype(np.float64)
     averages = []
     for least, most in buckets(counts):

@@ -9,7 +9,8 @@ from ..pair.document import CANDIDATE, HiddenError, ModuleError, PairComparison
 from .report import page_template
 
 #: Modules in the table of the page and of the command line; comparison.json has all.
-SHOWN, SHOWN_IN_TERMINAL = 40, 8
+SHOWN = 40
+SHOWN_IN_TERMINAL = 8
 #: How the runtimes are called on the page.
 NAMES = {"bf16": "original, BF16", "fp32": "original, FP32", CANDIDATE: "candidate"}
 
@@ -56,7 +57,8 @@ def side_table(comparison: PairComparison) -> Table[Side]:
         Column[Side]("other likeliest token", flips, share),
     )
     protocol = comparison.protocol.description
-    kl, other = comparison.kl_nats, comparison.flips
+    kl = comparison.kl_nats
+    other = comparison.flips
     note = (
         f"{protocol[0].upper()}{protocol[1:]}. 95 % intervals of the candidate over windows: KL "
         f"{nats(kl.low)} to {nats(kl.high)} nats, other likeliest tokens {share(other.low)} to {share(other.high)}. "

@@ -32,14 +32,22 @@ if TYPE_CHECKING:
 
 
 #: Colours, and the custom properties that stand for them in a page.
-PAPER, INK, MUTED, FAINT = "#ffffff", "#1c1c1c", "#666667", "#d8d8d9"
-BLUE, VERMILLION, GREEN, PURPLE, ORANGE = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00"
+PAPER = "#ffffff"
+INK = "#1c1c1c"
+MUTED = "#666667"
+FAINT = "#d8d8d9"
+BLUE = "#0072b2"
+VERMILLION = "#d55e00"
+GREEN = "#009e73"
+PURPLE = "#cc79a7"
+ORANGE = "#e69f00"
 SERIES = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE)
 PROPERTIES = {PAPER: "paper", INK: "ink", MUTED: "muted", FAINT: "faint"} | {
     color: f"series-{i}" for i, color in enumerate(SERIES)
 }
 #: Widths in inches, for a page and for a phone.
-WIDE, NARROW = 9.6, 4.2
+WIDE = 9.6
+NARROW = 4.2
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -129,10 +137,13 @@ def histogram_plot(row: ModuleRow, histogram: Histogram) -> Plot:
     """
     assert row.scale is not None, "a tensor in FP8 has a scale"
     assert row.clip is not None, "a tensor in FP8 has a clip"
-    scale, clip, grid = row.scale, row.clip, row.grid
+    scale = row.scale
+    clip = row.clip
+    grid = row.grid
     edges, values = density(histogram)
     error_edges, error = error_density(histogram, scale, grid)
-    floor, ceiling = float(np.log2(scale * grid.midpoints[0])), float(np.log2(clip))
+    floor = float(np.log2(scale * grid.midpoints[0]))
+    ceiling = float(np.log2(clip))
     rare = edges[np.searchsorted(np.cumsum(values * np.diff(edges)), 1e-3)]
     left = rare - 1 if rare - 1 > floor else floor - 1.5
     right = max(edges[-1], ceiling)
@@ -368,7 +379,9 @@ def name_lines(axes: "Axes", ends: Mapping[str, tuple[float, str]]) -> None:
 
 
 def _color(names: Sequence[str], name: str) -> str:
-    return SERIES[names.index(name) % len(SERIES)] if name in names else INK
+    if name in names:
+        return SERIES[names.index(name) % len(SERIES)]
+    return INK
 
 
 def bench_plot(bench: Bench) -> Plot:
@@ -409,12 +422,15 @@ def bench_plot(bench: Bench) -> Plot:
 def short(variant: str) -> str:
     """A variant's name as a picture has room for: of another run's path the last part."""
     precision, _, path = variant.partition(" ")
-    return f"{precision} {Path(path).name}" if path else precision
+    if path:
+        return f"{precision} {Path(path).name}"
+    return precision
 
 
 def _lines(panels: "Sequence[Axes]", rows: Sequence[BenchRow], color: str) -> None:
     batches = [row.batch for row in rows]
-    median, slow = [row.itl_p50_ms for row in rows], [row.itl_p99_ms for row in rows]
+    median = [row.itl_p50_ms for row in rows]
+    slow = [row.itl_p99_ms for row in rows]
     panels[0].vlines(batches, median, slow, color=color, alpha=0.4)
     for axes, values in zip(panels, (median, [row.tokens_per_second for row in rows]), strict=True):
         axes.plot(batches, values, color=color, marker="o", markersize=2.5)

@@ -170,7 +170,8 @@ def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]
 
     Raises InputError when the run has no scales yet, or when one of its files is not what its stage wrote.
     """
-    modules, stages = run_rows.module_rows(run), run_rows.stage_rows(run)
+    modules = run_rows.module_rows(run)
+    stages = run_rows.stage_rows(run)
     statistics = load_statistics(run)
     accuracy = evaluated(run)
     contents: dict[str, Table[Any]] = {
@@ -200,7 +201,9 @@ def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]
 
 def evaluated(run: Run) -> Accuracy | None:
     """The accuracy of the files that are in the run now; None where they were not evaluated."""
-    return load_accuracy(run) if run_rows.wrote(run, run.accuracy, "validate") else None
+    if run_rows.wrote(run, run.accuracy, "validate"):
+        return load_accuracy(run)
+    return None
 
 
 def of_run(table: Table[Any], run: Run) -> Table[Any]:
@@ -229,7 +232,9 @@ def render(run: Run, others: Sequence[Run] = ()) -> str:
     """The page, HTML."""
     template = page_template("report.html.j2")
     contents = report_tables(run, others)
-    statistics, modules, accuracy = load_statistics(run), contents["modules"].rows, evaluated(run)
+    statistics = load_statistics(run)
+    modules = contents["modules"].rows
+    accuracy = evaluated(run)
     verdict = report_verdict(run)
     seen = {name for name, tensor in statistics.tensors.items() if tensor.histogram.samples}
     drawn = {row.tensor: row.scale for row in modules if row.tensor in seen and row.scale is not None}

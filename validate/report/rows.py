@@ -160,7 +160,8 @@ def module_rows(run: Run) -> list[ModuleRow]:
 
     Raises InputError where `scales.json` or the statistics are missing or not what `fp8q calibrate` wrote.
     """
-    scales, statistics = load_scales(run), load_statistics(run)
+    scales = load_scales(run)
+    statistics = load_statistics(run)
     first = group_of(statistics.record.groups)
     tensor_of = {module: f"{first.get(module, module)}.input" for module in scales.fp8_gemms}
     rows = [
@@ -211,7 +212,9 @@ def _fp8(
         **_of_weight(weight),
     )
     flags = {flag: getattr(scale, flag) for flag in RUN_TIME_FLAGS}
-    return replace(row, **OF_A_STATIC_SCALE, **flags) if scale.dynamic else row
+    if scale.dynamic:
+        return replace(row, **OF_A_STATIC_SCALE, **flags)
+    return row
 
 
 def _weight_alone(module: str, weight: WeightScales) -> ModuleRow:
@@ -302,7 +305,10 @@ def stage_rows(run: Run) -> list[StageRow]:
 def fact_rows(run: Run) -> list[FactRow]:
     """Return the origin of the numbers: model, data, choices, versions."""
     measured = load_record(run)
-    model, corpus, scales, stages = measured.model, measured.corpus, load_scales(run), run.record().stages
+    model = measured.model
+    corpus = measured.corpus
+    scales = load_scales(run)
+    stages = run.record().stages
     weights = {weight.method for weight in scales.weights.values()}
     clips = {scale.method for scale in scales.activations.values()}
     texts = corpus.sources or []
@@ -328,7 +334,8 @@ def fact_rows(run: Run) -> list[FactRow]:
 
 def weight_unit(scales: Scales) -> str:
     """Name the parts of weights that have a scale each."""
-    in_one, in_blocks = len(scales.tensor_weights), len(scales.in_form(BLOCK))
+    in_one = len(scales.tensor_weights)
+    in_blocks = len(scales.in_form(BLOCK))
     if in_blocks:
         return "a scale per block of 128 x 128" + (", or per output channel" if in_blocks < len(scales.weights) else "")
     if not in_one:
@@ -340,7 +347,9 @@ def _adapters(merged: str | None, unmerged: Mapping[str, str] | None) -> dict[st
     """Name the adapters, merged into the weights or unmerged; empty without adapters."""
     if merged is not None:
         return {"adapter": f"{Path(merged).name}, merged into the weights"}
-    return {"adapters": f"{', '.join(unmerged)}, beside the model"} if unmerged else {}
+    if unmerged:
+        return {"adapters": f"{', '.join(unmerged)}, beside the model"}
+    return {}
 
 
 def _chosen(methods: Collection[str]) -> str:
@@ -348,7 +357,9 @@ def _chosen(methods: Collection[str]) -> str:
     chosen = " and ".join(sorted(set(methods) - {INHERITED}))
     if INHERITED not in methods:
         return f"by {chosen}"
-    return f"{INHERITED} or by {chosen}" if chosen else INHERITED
+    if chosen:
+        return f"{INHERITED} or by {chosen}"
+    return INHERITED
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ def names(roots: Sequence[Path]) -> list[str]:
 
 
 def _row(run: Run, name: str, first: Run) -> RunRow:
-    runtime, same_model = report_verdict(run).runtime, is_same_model(first, run)
+    runtime = report_verdict(run).runtime
+    same_model = is_same_model(first, run)
     than_first = None
     if runtime and run.root != first.root and same_model:
         than_first = than(first, run, runtime)
@@ -102,14 +103,18 @@ def than(first: Run, other: Run, runtime: str) -> tuple[float, float] | None:
     if protocols[0] != protocols[1] or not all(runtime in nll for nll in losses):
         return None
     low, high = increase_interval(losses[0][runtime], losses[1][runtime])
-    return None if low is None or high is None else (low, high)
+    if low is None or high is None:
+        return None
+    return (low, high)
 
 
 def _of_accuracy(column: Column[AccuracyRow]) -> Column[RunRow]:
     """Make a column of runs of one of their accuracies."""
 
     def value(row: RunRow) -> Any:
-        return None if row.accuracy is None else column.value(row.accuracy)
+        if row.accuracy is None:
+            return None
+        return column.value(row.accuracy)
 
     return Column(column.title, value, column.write, column.numeric)
 

@@ -180,7 +180,7 @@ def accuracy_table(rows: Sequence[AccuracyRow], wide: bool = True) -> Table[Accu
     80 columns has no room.
     """
     columns = tuple(column for column in ACCURACY_COLUMNS if wide or not column.wide)
-    short = dict[str, list[str]]()
+    short: dict[str, list[str]] = {}
     for row in rows:
         for why in filter(None, (without_interval(row), row.stored)):
             short.setdefault(why, []).append(row.runtime)
@@ -227,7 +227,9 @@ def divergence_table(rows: Sequence[DivergenceRow]) -> Table[DivergenceRow]:
 
 def without_interval(row: AccuracyRow) -> str:
     """Give the reason for a missing interval of an increase; empty where there is an interval or no increase."""
-    return "" if row.windows is None or row.increase_low is not None else too_short(row.windows)
+    if row.windows is None or row.increase_low is not None:
+        return ""
+    return too_short(row.windows)
 
 
 SIZE_COLUMNS: tuple[Column[SizeRow], ...] = (

@@ -56,7 +56,8 @@ def layers_of(log: TrainingLog, kind: Kind) -> dict[int | None, list[int]]:
 
 def depth_rows(log: TrainingLog, gradients: GradientFormat) -> list[DepthRow]:
     """A row for each decoder layer, in order."""
-    amax, late = log.column("amax")[-1], max(1, len(log.steps) // 4)
+    amax = log.column("amax")[-1]
+    late = max(1, len(log.steps) // 4)
     by_share = {name: shares(log, gradients, name) for name in ("saturated", "underflow", "lost")}
     rows: dict[int | None, DepthRow] = {}
     for kind in KINDS:
@@ -79,7 +80,9 @@ def _mean(values: Floats) -> Floats:
 
 def _largest(values: Floats) -> float:
     """The largest value that is there; NaN where none is."""
-    return float(np.nanmax(values)) if values.size and not np.isnan(values).all() else math.nan
+    if values.size and not np.isnan(values).all():
+        return float(np.nanmax(values))
+    return math.nan
 
 
 def training_depth_table(log: TrainingLog, gradients: GradientFormat) -> Table[DepthRow]:

@@ -120,7 +120,9 @@ def _more(run: Run) -> str:
         return LONGER_TEXT
     windows = len(next(iter(load_token_losses(run).values())))
     most = enough_tokens(load_accuracy(run).protocol, windows)
-    return LONGER_TEXT if most is None else f"--max-tokens {most}"
+    if most is None:
+        return LONGER_TEXT
+    return f"--max-tokens {most}"
 
 
 def _one_code(run: Run) -> str | None:
@@ -133,11 +135,13 @@ def _one_code(run: Run) -> str | None:
 
 def _searched_in_vain(run: Run) -> bool:
     """Tell whether `fp8q run` found no form for the limits of today's verdict, and the run has the one that it took."""
-    choice, verdict = load_form_choice(run), report_verdict(run)
+    choice = load_form_choice(run)
+    verdict = report_verdict(run)
     limits = (choice.limit, choice.kl_limit_nats, choice.flips_limit)
     if choice.met or limits != (verdict.limit, verdict.kl_limit_nats, verdict.flips_limit):
         return False
-    made, recipe = run.record().stages["quantize"].options, choice.recipe
+    made = run.record().stages["quantize"].options
+    recipe = choice.recipe
     return (made["form"], made["skip"], made["weight_rounding"]) == (recipe.form, recipe.skip, recipe.weight_rounding)
 
 
@@ -182,7 +186,9 @@ def serving_step(has: Standing) -> NextStep:
 
 def _as_measured(has: Standing) -> str:
     """Say, after what vLLM computes without the plugin, how that was judged."""
-    return f" ({has.one_code})" if has.one_code else ", another model, which was not measured"
+    if has.one_code:
+        return f" ({has.one_code})"
+    return ", another model, which was not measured"
 
 
 def _other_form(verdict: Verdict, has: Standing) -> NextStep:
@@ -219,4 +225,6 @@ def next_steps(verdict: Verdict, has: Standing) -> list[NextStep]:
     if not has.repository:
         steps.append(NextStep("Write the Triton model repository.", f"fp8q triton {run}"))
     steps = steps or [NextStep("Try it.", f"fp8q serve {run}")]
-    return [*steps, has.other_tokens] if has.other_tokens else steps
+    if has.other_tokens:
+        return [*steps, has.other_tokens]
+    return steps

@@ -40,7 +40,9 @@ class MetricAnswers(Strict):
     @property
     def name(self) -> str:
         """The metric with its filter, where it has one: `exact_match, strict-match`."""
-        return self.metric if self.filter == "none" else f"{self.metric}, {self.filter}"
+        if self.filter == "none":
+            return self.metric
+        return f"{self.metric}, {self.filter}"
 
 
 class TaskAnswers(Strict):
@@ -148,7 +150,9 @@ def load_evaluation(run: Run) -> TaskScores:
 
 def score(value: float, in_percent: bool) -> str:
     """Write a score: in percent where it is a share, such as accuracy."""
-    return f"{100 * value:.2f}" if in_percent else f"{value:.4g}"
+    if in_percent:
+        return f"{100 * value:.2f}"
+    return f"{value:.4g}"
 
 
 def recovery(paired: Paired) -> str | None:
@@ -193,7 +197,9 @@ def weak_results(results: Sequence[Scored]) -> list[str]:
 
 def p_value(value: float) -> str:
     """Write a p with two significant digits."""
-    return f"{value:.2g}" if value >= SMALLEST_P else f"<{SMALLEST_P:g}"
+    if value >= SMALLEST_P:
+        return f"{value:.2g}"
+    return f"<{SMALLEST_P:g}"
 
 
 #: The columns that published FP8 models have.

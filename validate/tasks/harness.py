@@ -96,7 +96,8 @@ def open_tasks(options: EvaluateOptions, template: Template | None) -> Tasks:
         manager = TaskManager(include_path=[str(path) for path in options.include_path] or None)
         for name in options.tasks:
             check_name(name, manager.all_tasks)
-        questions, groups = dict[str, AskedTask](), dict[str, list[str]]()
+        questions: dict[str, AskedTask] = {}
+        groups: dict[str, list[str]] = {}
         for name in options.tasks:
             loaded = _load(manager, name)
             tasks = {
@@ -194,7 +195,8 @@ def samples_answers(name: str, task: Any) -> bool:
     """Tell whether a task has its answers drawn at random; raises InputError for settings of other types than lm-eval
     takes, which it passes on as they are.
     """
-    fewshot, generation = task.get_config("num_fewshot"), task.get_config("generation_kwargs") or {}
+    fewshot = task.get_config("num_fewshot")
+    generation = task.get_config("generation_kwargs") or {}
     remedy = "mend it in the task's file"
     if fewshot is not None and (not isinstance(fewshot, int) or isinstance(fewshot, bool) or fewshot < 0):
         raise InputError(f"--tasks {name}", f"its num_fewshot is {_shown(fewshot)}, and no count", remedy)
@@ -217,7 +219,9 @@ def _shown(value: Any) -> str:
 
 def _stable(value: Any) -> str:
     """Name a value that JSON has no form for, by no address in memory."""
-    return getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else str(value)
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return str(value)
 
 
 def ask(
@@ -253,10 +257,12 @@ def ask(
 
 def read_answers(task: str, results: dict[str, Any], runtime: RuntimeName, seed: int | None) -> TaskAnswers:
     """Read the scores and the values of each question from lm-eval's results. The key is left empty."""
-    scores, samples = results["results"][task], sorted(results["samples"][task], key=lambda sample: sample["doc_id"])
+    scores = results["results"][task]
+    samples = sorted(results["samples"][task], key=lambda sample: sample["doc_id"])
     filters = list(dict.fromkeys(sample["filter"] for sample in samples))
     first = [sample for sample in samples if sample["filter"] == filters[0]]
-    higher, metrics = results["higher_is_better"][task], list[MetricAnswers]()
+    higher = results["higher_is_better"][task]
+    metrics: list[MetricAnswers] = []
     for name, score in scores.items():
         metric, _, filtered = name.partition(",")
         if not filtered or metric.endswith("_stderr") or not isinstance(score, Real):
@@ -289,7 +295,9 @@ def guessed(responses: list[list[Any]]) -> float | None:
     have none.
     """
     counts = [len(choices) for choices in responses if len(choices) > 1 and all(map(is_likelihood, choices))]
-    return float(np.mean([1 / count for count in counts])) if responses and len(counts) == len(responses) else None
+    if responses and len(counts) == len(responses):
+        return float(np.mean([1 / count for count in counts]))
+    return None
 
 
 def is_likelihood(response: Any) -> bool:
@@ -305,7 +313,9 @@ def answer_of(responses: list[Any]) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, Real | np.number | np.bool_) else None
+    if isinstance(value, Real | np.number | np.bool_):
+        return float(value)
+    return None
 
 
 def _seed(seed: int) -> None:
@@ -324,7 +334,8 @@ def quiet_harness(advance: Callable[[int], None] | None = None, most: int = 0) -
     """
     import datasets
 
-    bars, levels = datasets.utils.logging.is_progress_bar_enabled(), datasets.utils.logging.get_verbosity()
+    bars = datasets.utils.logging.is_progress_bar_enabled()
+    levels = datasets.utils.logging.get_verbosity()
     datasets.utils.logging.set_verbosity(CRITICAL)
     datasets.disable_progress_bars()
     try:

@@ -52,7 +52,8 @@ def all_results(answers: Mapping[str, ModelAnswers], groups: Mapping[str, Sequen
 
     `answers`: task -> model -> seeds; `groups`: group -> its tasks.
     """
-    results, within = list[Scored](), {task: group for group, tasks in groups.items() for task in tasks}
+    results: list[Scored] = []
+    within = {task: group for group, tasks in groups.items() for task in tasks}
     for group, tasks in groups.items():
         results += group_results(group, [answers[task] for task in tasks])
         results += [row for task in tasks for row in task_results(task, answers[task], within[task])]
@@ -91,7 +92,8 @@ def group_results(group: str, tasks: Sequence[ModelAnswers]) -> Iterator[Scored]
     """
     firsts = [models["bf16"][0] for models in tasks]
     named = [{metric.name: metric for metric in answers.metrics if metric.values is not None} for answers in firsts]
-    shots, seeds = {answers.fewshot for answers in firsts}, {len(models["bf16"]) for models in tasks}
+    shots = {answers.fewshot for answers in firsts}
+    seeds = {len(models["bf16"]) for models in tasks}
     for name in named[0] if len(seeds) == 1 else ():
         if not all(name in metrics for metrics in named):
             continue
@@ -139,7 +141,8 @@ def _joined(parts: Sequence[MetricValues]) -> MetricValues:
 def _compared(judged: Mapping[RuntimeName, MetricValues], higher_is_better: bool) -> dict[str, Any]:
     """The fields of a result that follow from the models' values."""
     every = [value for metric in judged.values() for seed in metric.values or [] for value in seed]
-    bf16, fp32 = judged["bf16"], judged.get("fp32")
+    bf16 = judged["bf16"]
+    fp32 = judged.get("fp32")
     return {
         "in_percent": bool(every) and all(0 <= value <= 1 for value in every),
         "bf16": bf16.score,
@@ -200,7 +203,9 @@ def recovery_interval(before: Sequence[float], after: Sequence[float]) -> tuple[
     """
     questions = Bootstrap(np.arange(len(before)))
     low, high = questions.ratio(np.asarray(after, dtype=np.float64), np.asarray(before, dtype=np.float64))
-    return (low, high) if isfinite(low) and isfinite(high) else None
+    if isfinite(low) and isfinite(high):
+        return (low, high)
+    return None
 
 
 def mean_of_seeds(values: Sequence[Sequence[float]]) -> list[float]:

@@ -48,7 +48,9 @@ class TaskFile(BaseModel):
         """The name that a task or group is asked by; None for a file that others include."""
         if self.group is not None and self.class_ is None:
             return self.group
-        return self.task if isinstance(self.task, str) else None
+        if isinstance(self.task, str):
+            return self.task
+        return None
 
     @property
     def questions(self) -> list[Path]:
@@ -70,7 +72,7 @@ def check_task_files(folders: Sequence[Path]) -> None:
     """Raise InputError for a folder that is not there or has no task file, for a file in it that is no task file, for
     two files that name one task, and for a task's questions of which one is no object.
     """
-    named = dict[str, Path]()
+    named: dict[str, Path] = {}
     for folder in folders:
         if not folder.is_dir():
             raise InputError(
@@ -125,7 +127,8 @@ def check_list(file: Path) -> None:
 
 def check_rows(file: Path) -> None:
     """Raise InputError for a row of a file of JSON lines that does not begin as an object does."""
-    number, begins = 0, True
+    number = 0
+    begins = True
     with (
         foreign(lambda error: _unreadable(file, error)),
         open(file, "rb") as rows,

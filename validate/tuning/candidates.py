@@ -88,7 +88,9 @@ class Candidates:
         if form == "weights_alone":
             return x
         scale = self.inputs[form][module]
-        return gemm_input(x, scale) if scale.tail is None else input_with_tail(x, scale, self.of_tail[module])
+        if scale.tail is None:
+            return gemm_input(x, scale)
+        return input_with_tail(x, scale, self.of_tail[module])
 
     def prompt(self, positions: int) -> int:
         """Return the number of a window's `positions` that the next call reads as a prompt."""
@@ -175,7 +177,9 @@ def round_weights(
 
     `compensations`: module -> the share of its input's energy that is lost, to the second moments that GPTQ rounds by.
     """
-    first, gemms, scaling = candidates.first, candidates.gemms, WeightScaling(method)
+    first = candidates.first
+    gemms = candidates.gemms
+    scaling = WeightScaling(method)
     todo = len(first) * len({rounded.folder for rounded in codes.values()})
     with report.track("Rounding weights", todo, "weights") as advance:
         of_inputs = {kind: rounded for kind, rounded in codes.items() if kind[1] in candidates.inputs}

@@ -213,7 +213,8 @@ class LossRow:
 
 def point_rows(tuning: Tuning) -> list[PointRow]:
     """Some of the frontier, evenly, then the run and the mix that was chosen."""
-    points, last = tuning.frontier, len(tuning.frontier) - 1
+    points = tuning.frontier
+    last = len(tuning.frontier) - 1
     taken = sorted({round(index * last / (SHOWN - 1)) for index in range(SHOWN)}) if last > 0 else range(last + 1)
     rows = [PointRow("could be", points[index]) for index in taken] + [PointRow("the run", tuning.run)]
     return rows + ([PointRow("chosen", tuning.chosen)] if tuning.chosen else [])
@@ -239,7 +240,9 @@ def point_table(tuning: Tuning) -> Table[PointRow]:
 
 def _cache(point: Point) -> str:
     """Name the form of the cache: `fp8`, or `fp8 but 2` where two layers stay in BF16."""
-    return f"{point.kv_cache} but {point.wide_cache}" if point.wide_cache else point.kv_cache
+    if point.wide_cache:
+        return f"{point.kv_cache} but {point.wide_cache}"
+    return point.kv_cache
 
 
 def change_table(tuning: Tuning) -> Table[Change]:
@@ -270,12 +273,14 @@ def conclusion(tuning: Tuning, run: str) -> str:
         example = f"fp8q tune {run} --max-kl {tuning.run.kl_nats / 2:.2g}{server}"
         return f"No budget was given. For the cheapest mix that loses half of what the run does: {example}"
     if tuning.max_kl is not None:
-        loss, budget = f"a KL of {nats(chosen.measured_kl_nats)} nats", f"--max-kl {tuning.max_kl:g}"
+        loss = f"a KL of {nats(chosen.measured_kl_nats)} nats"
+        budget = f"--max-kl {tuning.max_kl:g}"
     else:
         assert tuning.max_ppl_increase is not None, "one of the two is the budget"
         loss = f"{increase(chosen.measured_increase.increase)} perplexity"
         budget = f"--max-ppl-increase {100 * tuning.max_ppl_increase:g}%"
-    before, second = tuning.run, chosen.tail + chosen.two_terms
+    before = tuning.run
+    second = chosen.tail + chosen.two_terms
     # a model without cached keys and values of which anything was measured has no bytes of a cache
     cache = f"{chosen.cache_bytes / before.cache_bytes:.2f} times its cache, " if before.cache_bytes else ""
     cost = (

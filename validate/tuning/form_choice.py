@@ -125,12 +125,15 @@ def form_table(choice: FormChoice) -> Table[FormRow]:
 
 def _known(row: FormRow) -> str:
     mark = "chosen, " if row.chosen else ""
-    return f"{mark}{row.known}" if row.tokens is None else f"{mark}{row.known}, {row.tokens:,} tokens"
+    if row.tokens is None:
+        return f"{mark}{row.known}"
+    return f"{mark}{row.known}, {row.tokens:,} tokens"
 
 
 def choice_sentence(choice: FormChoice) -> str:
     """State which form was chosen, and what it costs beside one code everywhere."""
-    chosen, first = choice.chosen, choice.rows[0]
+    chosen = choice.chosen
+    first = choice.rows[0]
     outcome = "is the cheapest that meets" if choice.met else "loses least, and still more than"
     plugin = "; vLLM computes it with the plugin fp8q-vllm alone" if choice.needs_plugin else ""
     limits = [f"{percent(choice.limit)} perplexity"]

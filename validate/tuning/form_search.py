@@ -119,7 +119,9 @@ class FormSearch:
     def expected(self, mix: Mix) -> float:
         """Return the KL of `mix` that is measured, or else expected by the measured ones."""
         known = self.measured(mix)
-        return self._correction().to_measured(self.problem.losses.total(mix)) if known is None else known
+        if known is None:
+            return self._correction().to_measured(self.problem.losses.total(mix))
+        return known
 
     def next_mix(self, aim: float) -> Mix | None:
         """The mix to measure next for a KL of at most `aim`; None where that would tell nothing new."""
@@ -187,7 +189,8 @@ def patterns(wanted: Sequence[str], names: Sequence[str]) -> list[str]:
     """List patterns that match all `wanted` names and none of the other `names`: one for the modules of all layers
     where all are wanted.
     """
-    inside, patterns = {*wanted}, dict[str, None]()
+    inside = {*wanted}
+    patterns: dict[str, None] = {}
     for name in wanted:
         of_layers = sub(r"(?<=\.)\d+(?=\.)", "*", name)
         in_all_layers = all(other in inside for other in names if fnmatchcase(other, of_layers))

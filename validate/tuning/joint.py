@@ -50,7 +50,8 @@ class Measured:
 
 def ratio(measured: Measured) -> tuple[float, float]:
     """Rise over KL on these windows, and half of its 95 % interval."""
-    kl, rise = np.array(measured.kl), np.array(measured.rise)
+    kl = np.array(measured.kl)
+    rise = np.array(measured.rise)
     rise_over_kl = float(rise.sum() / kl.sum())
     error = (
         float((rise - rise_over_kl * kl).std(ddof=1)) * sqrt(len(kl)) / float(kl.sum()) if len(kl) > 1 else float("inf")
@@ -60,7 +61,9 @@ def ratio(measured: Measured) -> tuple[float, float]:
 
 def believed(rise_over_kl: float, within: float) -> float:
     """Return 1 where it lies within the interval of `rise_over_kl`, else `rise_over_kl`."""
-    return 1.0 if abs(rise_over_kl - 1) <= within else rise_over_kl
+    if abs(rise_over_kl - 1) <= within:
+        return 1.0
+    return rise_over_kl
 
 
 def measure_mixes(

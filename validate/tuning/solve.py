@@ -60,7 +60,9 @@ def hull(choices: Sequence[Choice]) -> list[Choice]:
 def _saved(before: Choice, after: Choice) -> float:
     """The loss that a step saves for each unit of its price."""
     paid = after.price - before.price
-    return (before.loss - after.loss) / paid if paid > 0 else inf
+    if paid > 0:
+        return (before.loss - after.loss) / paid
+    return inf
 
 
 def steps(items: Items) -> tuple[Chosen, list[tuple[str, Choice]]]:
@@ -79,7 +81,9 @@ def steps(items: Items) -> tuple[Chosen, list[tuple[str, Choice]]]:
 def cheapest(items: Items, budget: float) -> Chosen | None:
     """The cheapest choices whose losses add up to at most `budget`; None where there are none such."""
     solutions = [chosen for chosen in (_table(items, budget), _along_the_hull(items, budget)) if chosen is not None]
-    return min(solutions, key=price_of) if solutions else None
+    if solutions:
+        return min(solutions, key=price_of)
+    return None
 
 
 def loss_of(chosen: Chosen) -> float:
@@ -110,7 +114,8 @@ def _along_the_hull(items: Items, budget: float) -> Chosen | None:
 def _table(items: Items, budget: float) -> Chosen | None:
     if budget <= 0:
         return None
-    best, taken = np.zeros(LEVELS + 1), list[npt.NDArray[np.int8]]()
+    best = np.zeros(LEVELS + 1)
+    taken: list[npt.NDArray[np.int8]] = []
     for choices in items.values():
         options = np.full((len(choices), LEVELS + 1), inf)
         for row, choice in zip(options, choices, strict=True):
@@ -121,7 +126,8 @@ def _table(items: Items, budget: float) -> Chosen | None:
         best = options.min(0)
     if not np.isfinite(best[-1]):
         return None
-    chosen, level = Chosen(), LEVELS
+    chosen = Chosen()
+    level = LEVELS
     for (name, choices), column in reversed(list(zip(items.items(), taken, strict=True))):
         chosen[name] = choices[column[level]]
         level -= int(np.ceil(chosen[name].loss / budget * LEVELS))
@@ -131,7 +137,8 @@ def _table(items: Items, budget: float) -> Chosen | None:
 #: The price of a change: of equal mixes the one that changes least is taken.
 CHANGED = 1e-9
 #: The choices for the cache of a layer: codes, or the compute type.
-CODED, IN_BF16 = "coded", "wide"
+CODED = "coded"
+IN_BF16 = "wide"
 #: Forms that cost the same, and lose nothing but the rounding of weights: a group is offered one of them.
 EXACT: tuple[GroupForm, ...] = (TWO_TERMS, "weights_alone")
 #: The smallest loss whose logarithm is taken.
@@ -154,11 +161,15 @@ class Losses:
 
     def group(self, name: str, form: GroupForm, rounding: str) -> float:
         """Return the loss of a group in a form; 0 in BF16, or where no token reached it."""
-        return 0.0 if form == "bf16" or name not in self.parts else self.parts[name][variant(rounding, form)]
+        if form == "bf16" or name not in self.parts:
+            return 0.0
+        return self.parts[name][variant(rounding, form)]
 
     def tensor(self, name: str) -> float:
         """Return the loss of a cache tensor in codes; 0 where no token reached it."""
-        return self.parts[name][CODES] if name in self.parts else 0.0
+        if name in self.parts:
+            return self.parts[name][CODES]
+        return 0.0
 
     def total(self, mix: Mix) -> float:
         """Return the loss of a mix: the sum of its parts."""
@@ -208,7 +219,9 @@ class Problem:
             chosen = cheapest(items, budget)
             if chosen is not None and (mix := self._mix(rounding, kv_cache, chosen)) is not None:
                 priced.append((price_of(chosen) + self._model_price(rounding, kv_cache), mix))
-        return min(priced, key=lambda pair: pair[0])[1] if priced else None
+        if priced:
+            return min(priced, key=lambda pair: pair[0])[1]
+        return None
 
     def best(self) -> Mix:
         """Return the mix that loses least: all but one group in BF16, since a run without FP8 is none; groups of
@@ -265,7 +278,8 @@ class Problem:
         """Offer each layer a cache in codes, as `kv_cache` has it, and one that stays in BF16; none where the whole
         cache stays in BF16.
         """
-        parts, run_mix = CACHE_PARTS[kv_cache], self.run_mix
+        parts = CACHE_PARTS[kv_cache]
+        run_mix = self.run_mix
 
         def choice(name: str, module: str, tensors: Sequence[str]) -> Choice:
             coded = [tensor for tensor in tensors if name == CODED and tensor[-1] in parts]
@@ -276,7 +290,9 @@ class Problem:
 
         def offered(tensors: Sequence[str]) -> Sequence[str]:
             untold = [tensor for tensor in tensors if tensor[-1] in parts and tensor not in self.losses.parts]
-            return (CODED, IN_BF16) if all(map(run_mix.codes, untold)) else (IN_BF16,)
+            if all(map(run_mix.codes, untold)):
+                return (CODED, IN_BF16)
+            return (IN_BF16,)
 
         return {
             module: [choice(name, module, tensors) for name in offered(tensors)]

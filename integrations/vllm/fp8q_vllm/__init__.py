@@ -28,7 +28,8 @@ def register() -> None:
     """
     from .interface import missing_part, refuse_two_terms
 
-    installed, tried = vllm_version(), ", ".join(TRIED)
+    installed = vllm_version()
+    tried = ", ".join(TRIED)
     if lacking := missing_part():
         reason = (
             f"fp8q-vllm {version('fp8q-vllm')} was tried with vLLM {tried}, and in this vLLM, {installed}, {lacking}: "

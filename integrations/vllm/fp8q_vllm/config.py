@@ -116,7 +116,9 @@ class Config(CompressedTensorsConfig):
     ) -> str | None:
         """Answer for checkpoints with modules in two terms, unless the user asks for another format."""
         ours = user_quant in (None, NAME) and hf_quant_cfg.get("quant_method") == "compressed-tensors"
-        return NAME if ours and fp8q_fields(hf_config).get("two_terms") else None
+        if ours and fp8q_fields(hf_config).get("two_terms"):
+            return NAME
+        return None
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Read which modules have two terms.
@@ -133,7 +135,8 @@ class Config(CompressedTensorsConfig):
         stored = {in_files(name, fields.get("stored", {})): name for name in tails}
         self.modules = {name: name for name in tails} | stored
         self.tails = {name: tails[module] for name, module in self.modules.items()}
-        self.taken, self.numbers = set(), set()
+        self.taken = set()
+        self.numbers = set()
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """Give modules vLLM's names."""
@@ -155,7 +158,8 @@ class Config(CompressedTensorsConfig):
             )
         method = super().get_quant_method(layer, prefix)
         prefix = prefix.removeprefix(DRAFT)
-        tail, scheme = self._tail_of(prefix), getattr(layer, "scheme", None)
+        tail = self._tail_of(prefix)
+        scheme = getattr(layer, "scheme", None)
         codes = isinstance(layer, LinearBase | ParallelLMHead) and isinstance(scheme, CompressedTensorsW8A8Fp8)
         if tail is not None and not (codes and getattr(scheme, "is_static_input_scheme", False)):
             by = (

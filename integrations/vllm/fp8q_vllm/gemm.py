@@ -29,7 +29,8 @@ def fp8q_linear(
     `input_scale` float32 [], a power of two; `one` float32 [], 1. `tail`: the last positions of a call that have second
     terms, 0: all. `free_rows`: up to so many rows all have them.
     """
-    rows, scales = x.flatten(0, -2), weight_scale.flatten()
+    rows = x.flatten(0, -2)
+    scales = weight_scale.flatten()
     if is_forward_context_available():
         exact = rows_of_batch(len(rows), tail or None, free_rows)
         y = scaled_of(rows, weight, Epilogue(input_scale, scales, bias), one, exact)

@@ -23,7 +23,8 @@ import torch
 log = logging.getLogger("vllm.fp8q")
 
 #: The whole tails that there is room for in a batch at least, and the share of its rows that they may be.
-PROMPTS, SHARE = 4, 8
+PROMPTS = 4
+SHARE = 8
 #: Batches of no more rows have second terms throughout, where CUDA graphs do not ask for more. On an H100 a prompt of
 #: an 8B takes as long with a tail of 64 at some 690 rows (benchmarks/gpu/products.py).
 FREE_ROWS = 512
@@ -83,7 +84,8 @@ def batch_of(metadata: Any) -> tuple[torch.Tensor | None, int]:
     do not say, or in microbatches.
     """
     for of_layer in metadata.values() if isinstance(metadata, dict) else ():
-        starts, tokens = getattr(of_layer, "query_start_loc", None), tokens_of(of_layer)
+        starts = getattr(of_layer, "query_start_loc", None)
+        tokens = tokens_of(of_layer)
         if isinstance(starts, torch.Tensor) and tokens is not None:
             return starts, tokens
     return None, 0
@@ -95,7 +97,9 @@ def tokens_of(of_layer: Any) -> int | None:
         return int(tokens)
     parts = [getattr(of_layer, name, None) for name in ("num_prefill_tokens", "num_decode_tokens")]
     counts = [int(part) for part in parts if part is not None]
-    return sum(counts) if len(counts) == len(parts) else None
+    if len(counts) == len(parts):
+        return sum(counts)
+    return None
 
 
 def keep_starts(builder: Any) -> None:
