@@ -48,8 +48,8 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions
 from fp8q.quantize.scales.activation_scales import group_of
+from fp8q.quantize.scales.choose_scales import choose_scales
 from fp8q.quantize.scales.expert_scales import starved
-from fp8q.quantize.scales.policy import choose_scales
 from fp8q.quantize.weights.channels import QuantizedWeight, WeightScaling
 from fp8q.quantize.weights.code_sources import FloatWeight, GptqCodes, Rounding
 from fp8q.quantize.weights.gptq import Compensations

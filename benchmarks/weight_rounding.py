@@ -37,9 +37,9 @@ from fp8q.options import CalibrateOptions, WeightRounding
 from fp8q.quantize.codes.encoding import encode
 from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.scales.activation_scales import group_of
+from fp8q.quantize.scales.choose_scales import choose_scales
 from fp8q.quantize.scales.clip import lost_share, scale_of
 from fp8q.quantize.scales.decisions import Scales
-from fp8q.quantize.scales.policy import choose_scales
 from fp8q.quantize.weights.channels import WeightMethod, WeightScaling, channel_scales
 from fp8q.quantize.weights.gptq import (
     DAMPING,

@@ -37,6 +37,15 @@ def in_run(text: str, root: Path) -> str:
     return re.sub(r"(`fp8q [a-z-]+) RUN\b", lambda match: f"{match[1]} {name_in_commands(root)}", text)
 
 
+def engine_stage(precision: str, adapter: str | None = None) -> str:
+    """The name of the stage that builds the engines of a precision, or those with an adapter."""
+    if adapter:
+        return f"build-engine --adapter {adapter}"
+    if precision == "fp8":
+        return "build-engine"
+    return f"build-engine-{precision}"
+
+
 def stage_command(stage: str, root: Path) -> str:
     """The command that does `stage` of the run at `root`; `calibrate` and `run` need a model and a text, so alone."""
     name, *options = COMMANDS.get(stage, stage).split()

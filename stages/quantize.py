@@ -30,13 +30,13 @@ from ..quantize.reading.inherited_scales import (
 from ..quantize.scales import expert_scales
 from ..quantize.scales.activation_scales import group_of
 from ..quantize.scales.cache_scales import query_scales
+from ..quantize.scales.choose_scales import choose_scales
 from ..quantize.scales.clip import lost_share
 from ..quantize.scales.costliest import load_costliest, stay_reasons
 from ..quantize.scales.decisions import Scales
 from ..quantize.scales.expert_scales import starved
 from ..quantize.scales.policy import (
     ModelGemms,
-    choose_scales,
     mixed_experts_warning,
     mixed_group_warning,
     shared_input_notes,

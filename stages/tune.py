@@ -36,8 +36,8 @@ from ..quantize.reading.inherited_scales import inherited_scales
 from ..quantize.reference.fp8_model import experts_around, load_reference
 from ..quantize.reference.linear import CallPositions, Tail
 from ..quantize.scales.cache_scales import kv_cache_scales
+from ..quantize.scales.choose_scales import choose_scales
 from ..quantize.scales.decisions import CACHE_PARTS, Scales, TensorScale, load_scales
-from ..quantize.scales.policy import choose_scales
 from ..quantize.sensitivity.document import Predicted
 from ..quantize.sensitivity.gradients import summed
 from ..quantize.weights.rounding_progress import Rounded

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ...core.commands import stage_command
+from ...core.commands import engine_stage, stage_command
 from ...core.errors import GateError, InputError
 from ...core.files import Strict, read_document
 from ...core.run import Run
@@ -66,15 +66,6 @@ def engines_of(run: Run, precision: Precision, adapter: str | None = None) -> Pa
     if precision == "fp8":
         return run.engines
     return run.engines / precision
-
-
-def engine_stage(precision: Precision, adapter: str | None = None) -> str:
-    """The name of the stage that builds the engines of a precision, or those with an adapter."""
-    if adapter:
-        return f"build-engine --adapter {adapter}"
-    if precision == "fp8":
-        return "build-engine"
-    return f"build-engine-{precision}"
 
 
 def load_engines(run: Run, precision: Precision = "fp8", adapter: str | None = None) -> list[EngineInfo]:

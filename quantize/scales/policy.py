@@ -1,5 +1,5 @@
 """Choose the GEMMs that run in FP8: all linear layers but the output head and those that the user leaves out; and the
-form and scales of their inputs, by the options of scales.
+form of their inputs, by the options of scales.
 
 The output head stays in BF16 because its error goes straight into the logits and it is a small share of the work.
 Embeddings and norms are no GEMMs. What stays is listed with its reason; nothing is left out in silence.
@@ -9,15 +9,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from ...calibrate.measure.statistics import Statistics
-from ...calibrate.model.gemms import attention_heads
-from ...calibrate.model.source import Source
 from ...core.errors import InputError
-from ...options import AT_RUN_TIME, BF16, Form, FormRule, ScaleOptions
-from .activation_scales import activation_scales
-from .cache_scales import attentions_of, bf16_attentions, kv_cache_scales, split_by_layer
-from .decisions import CACHE_PARTS, Scales, Skipped
-from .expert_scales import starved
+from ...options import AT_RUN_TIME, Form, FormRule, ScaleOptions
+from .decisions import Scales, Skipped
 
 
 @dataclass(frozen=True)
@@ -222,28 +216,6 @@ def check_tail_length(options: ScaleOptions, positions: int | None) -> None:
             f"the model has {positions} positions, so every call would be in two terms throughout",
             f"give fewer, or {instead}",
         )
-
-
-def choose_scales(source: Source, statistics: Statistics, gemms: ModelGemms, options: ScaleOptions) -> Scales:
-    """Decide the scale and precision of every tensor in `gemms`; the weights' scales follow when they are written."""
-    chosen, skipped = select(gemms, options.skip, options.only)
-    parts = CACHE_PARTS[options.kv_cache]
-    in_bf16 = bf16_attentions(options.kv_skip, attentions_of(statistics))
-    groups = statistics.record.groups.values()
-    few = starved(statistics, options.min_expert_tokens)
-    forms = module_forms(options, gemms, chosen, groups)
-    coded = {module: form for module, form in forms.items() if form != BF16}
-    activations, unfit = activation_scales(statistics, coded, options.clip, forms=coded, starved=few)
-    heads = attention_heads(source.text_config) if options.kv_scale == "head" else {}
-    codes, left = split_by_layer(kv_cache_scales(statistics, options.clip, parts, in_bf16, heads), in_bf16)
-    return Scales(
-        weights={},
-        activations=activations,
-        kv_cache=codes,
-        wide_cache=left,
-        skipped=skipped | unfit,
-        bf16_inputs=[module for module in chosen if module not in coded],
-    )
 
 
 def taken_along(patterns: Sequence[str], modules: Iterable[str]) -> list[str]:

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from ...core.commands import stage_command
+from ...core.commands import engine_stage, stage_command
 from ...core.errors import BackendError, Fp8qError, InputError
 from ...core.run import Run
 from ...core.run_files import graph_names
-from ...export.engine.info import EngineInfo, engine_stage, engines_of, load_engines
+from ...export.engine.info import EngineInfo, engines_of, load_engines
 from ...export.engine.runtime import import_runtime
 from ...export.engine.targets import MODULES, Runtime, gpu_target
 from ...export.lint.check import sound_graph

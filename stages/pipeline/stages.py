@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue
 
 from ...calibrate.measure.statistics import TextSource
+from ...core.commands import engine_stage
 from ...core.files import Strict
-from ...export.engine.info import engine_stage
 from ...options import (
     Accumulator,
     AdapterLearningOptions,

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from ...calibrate.text.evaluation import Evaluation
-from ...core.commands import stage_command
+from ...core.commands import engine_stage, stage_command
 from ...core.errors import InputError
 from ...core.files import sha256_file
 from ...core.run import Run
-from ...export.engine.info import EngineInfo, engine_stage
+from ...export.engine.info import EngineInfo
 from ...options import RUNTIMES, ValidateOptions
 from ...serve.local.generation import engine_here
 from ...validate.accuracy.document import with_adapter

@@ -11,10 +11,11 @@ from typing import Any, Literal, get_args
 
 from ...calibrate.measure.statistics import Statistics, TensorStatistics, load_record, load_statistics
 from ...core.columns import size
+from ...core.commands import engine_stage
 from ...core.headers import read_header
 from ...core.record import FP8_STAGES
 from ...core.run import Run
-from ...export.engine.info import engine_stage, load_engines
+from ...export.engine.info import load_engines
 from ...options import BF16, BLOCK, Precision
 from ...quantize.codes.formats import CODE_DTYPE, CodeGrid
 from ...quantize.scales.activation_scales import group_of
