@@ -198,6 +198,7 @@ def test_a_model_that_is_elsewhere_is_said_with_an_option_and_must_be_the_same(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_other_models_and_tokenizers_and_a_truncated_file_are_refused_with_both_values(
     part: Measure, tmp_path: Path
 ) -> None:

@@ -208,6 +208,7 @@ copied (float[batch, 4] x) => (float[batch, 4] y) {
 }"""
 
 
+@pytest.mark.slow
 def test_a_lint_rule_is_added_by_one_function(package: Path) -> None:
     follow("Add a lint rule", package)
     graph = package.parent / "model.onnx"
@@ -332,6 +333,7 @@ with CORPUS.writing(run, Key({}, CORPUS.options(), facts), Notes(SILENT)) as log
 """
 
 
+@pytest.mark.slow
 def test_a_stage_is_added_by_an_entry_and_a_file(package: Path) -> None:
     follow("Add a stage", package)
     python(package, "-c", WINDOWS)

@@ -113,7 +113,13 @@ def child(run: Path, work: str, stderr: int = subprocess.PIPE) -> subprocess.Pop
 
 @pytest.mark.parametrize(
     "work",
-    ["swallowed", "wrapped", "in_a_callback_from_c", "in_a_weak_reference", "where_standard_error_is_muted"],
+    [
+        "swallowed",
+        *(
+            pytest.param(work, marks=pytest.mark.slow)
+            for work in ("wrapped", "in_a_callback_from_c", "in_a_weak_reference", "where_standard_error_is_muted")
+        ),
+    ],
 )
 def test_an_interrupt_is_heard_whatever_a_library_does_with_interrupts(work: str, tmp_path: Path) -> None:
     process = child(tmp_path / "run", work)

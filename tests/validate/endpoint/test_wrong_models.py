@@ -53,6 +53,7 @@ def passing(found: Mapping[str, Judged]) -> set[str]:
     return {*passed}
 
 
+@pytest.mark.slow
 def test_no_other_model_passes_where_two_codes_were_validated(
     worlds: dict[int, World], judged: Callable[[int, str], Judged]
 ) -> None:
