@@ -149,7 +149,8 @@ def test_the_command_measures_the_same_texts_with_the_options_of_the_run(
     run = api.calibrate(demo_checkpoint, [f"{texts[0]}=2", str(texts[1])], tmp_path / "a run", **settings, **scales)
     command = command_for(run, ["--form", "tail:16", "--weight-rounding", "gptq"])
     assert command == (
-        f"fp8q calibrate {demo_checkpoint} --data '{texts[0]}=2' --data '{texts[1]}' --bos never --out '{run.root}' "
+        f"fp8q calibrate {demo_checkpoint} --tokenizer auto --data '{texts[0]}=2' --data '{texts[1]}' --bos never "
+        f"--out '{run.root}' "
         "--samples 6 --seq-len 48 --batch-size 2 --method percentile --percentile 99.9 --kv-cache v "
         "--skip '*.down_proj' --skip '*layers.0*' --form tail:16 --weight-rounding gptq --no-graph"
     )
