@@ -121,6 +121,22 @@ def test_modules_in_two_terms_are_taken_and_counted(plugin: Plugin, caplog: pyte
     assert caplog.messages == ["8 of 8 modules in two terms"]
 
 
+@pytest.mark.parametrize(("own", "field"), [
+    ({"two_terms": 3}, "two_terms"),
+    ({"two_terms": [3]}, "two_terms"),
+    ({"two_terms": ["a"], "tails": ["a"]}, "tails"),
+    ({"two_terms": ["a"], "tails": {"a": "64"}}, "tails"),
+    ({"two_terms": ["a"], "stored": {"a": None}}, "stored"),
+])  # fmt: skip
+def test_fields_of_other_types_are_refused_by_name(plugin: Plugin, own: Mapping[str, Any], field: str) -> None:
+    message = (
+        f"a model: config.json has fp8q.{field} of another type than fp8q writes; write the checkpoint again with "
+        "`fp8q scales RUN`"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Model(plugin, own, {}, {})
+
+
 def test_a_model_that_drafts_is_in_two_terms_too(plugin: Plugin, caplog: pytest.LogCaptureFixture) -> None:
     """vLLM 0.32 puts a prefix of its own before the names of its layers."""
     names = [f"draft_model.{name}" for name in listed(range(2), LAYERS)]

@@ -10,7 +10,7 @@ the layers (pipeline stages, drafts), so names are expected of those numbers tha
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -123,13 +123,18 @@ class Config(CompressedTensorsConfig):
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Read which modules have two terms.
 
-        Raises ValueError for a checkpoint of a later form.
+        Raises ValueError for a checkpoint of a later form, and for an edited one whose fields are of other types.
         """
         fields = fp8q_fields(hf_config)
         if unknown := sorted(fields.keys() - KNOWN):
             raise ValueError(
                 f"{model_name}: config.json has fp8q.{unknown[0]}, which this fp8q-vllm does not know; install the "
                 "version that came with the fp8q that wrote it"
+            )
+        if field := next(misshapen(fields), None):
+            raise ValueError(
+                f"{model_name}: config.json has fp8q.{field} of another type than fp8q writes; write the checkpoint "
+                "again with `fp8q scales RUN`"
             )
         tails = dict.fromkeys(fields.get("two_terms", ()), 0) | fields.get("tails", {})
         stored = {in_files(name, fields.get("stored", {})): name for name in tails}
@@ -224,6 +229,17 @@ def fp8q_fields(hf_config: Any) -> Mapping[str, Any]:
     """What config.json has under `fp8q`."""
     fields = getattr(hf_config, NAME, None)
     return fields if isinstance(fields, dict) else {}
+
+
+def misshapen(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Name those of `two_terms` (names), `tails` (name -> positions) and `stored` (name -> name) of another type."""
+    names = fields.get("two_terms", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        yield "two_terms"
+    for field, kind in {"tails": int, "stored": str}.items():
+        values = fields.get(field, {})
+        if not isinstance(values, dict) or not all(type(value) is kind for value in values.values()):
+            yield field
 
 
 def in_files(name: str, stored: Mapping[str, str]) -> str:
