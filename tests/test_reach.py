@@ -5,7 +5,7 @@ from pathlib import Path
 from .reach import reached
 
 #: The files that `stages.calibrate` reaches, which may only become fewer.
-CALIBRATION = 190
+CALIBRATION = 188
 
 
 def test_calibration_reaches_no_more_files_than_it_did() -> None:
