@@ -298,8 +298,9 @@ def load_divergences(run: Run) -> dict[str, npt.NDArray[np.float32]]:
 
 
 def _load(run: Run) -> dict[str, npt.NDArray[np.float32]]:
-    """Read and check `tokens.npz`: it has every runtime of `accuracy.json`, and every array has the protocol's tokens,
-    in the same places, unless `accuracy.json` says that its runtime ran some windows only, or is not finite.
+    """Read and check `tokens.npz`: it has every runtime of `accuracy.json` and no other, and every array has the
+    protocol's tokens, in the same places, unless `accuracy.json` says that its runtime ran some windows only, or is not
+    finite.
     """
     path = run.require(run.tokens, "validate")
     again = "restore it, or run `fp8q validate` again"
@@ -312,6 +313,9 @@ def _load(run: Run) -> dict[str, npt.NDArray[np.float32]]:
             raise ValueError("it has no runtime")
         if absent := accuracy.runtimes.keys() - stored.keys():
             raise ValueError(f"it has no losses of {min(absent)}, which {run.accuracy.name} has")
+        known = {name + suffix for suffix, evaluated in accuracy.with_adapters() for name in evaluated.runtimes}
+        if unknown := {name for name in stored if name.removesuffix(KL) not in known}:
+            raise ValueError(f"it has {min(unknown)}, which is no runtime of {run.accuracy.name}")
         shape = next(iter(stored.values())).shape
         for name, values in stored.items():
             check_array(name, values, "float32", shape if len(shape) == 2 else (None, None))

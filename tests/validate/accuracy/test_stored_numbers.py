@@ -182,6 +182,10 @@ LOSSES: dict[str, tuple[Callable[[Arrays], Any], str]] = {
     "none of a runtime": (
         lambda arrays: arrays.pop("reference"), "it has no losses of reference, which accuracy.json has"
     ),
+    "of another runtime": (
+        lambda arrays: arrays.update({"refer.kl": arrays.pop("reference.kl")}),
+        "it has refer.kl, which is no runtime of accuracy.json",
+    ),
 }  # fmt: skip
 
 
