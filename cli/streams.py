@@ -45,7 +45,7 @@ class Messages(io.FileIO):
 
 def settle_streams() -> None:
     """Let this process's standard streams be `Results` and `Messages`, and no file ever be opened in place of a closed
-    one.
+    one. The descriptor of standard output is that of standard error from here on, and results have one of their own.
     """
     for descriptor in (INPUT, OUTPUT, ERROR):
         try:
@@ -53,7 +53,9 @@ def settle_streams() -> None:
         except OSError:  # closed; the lowest free one is this: to be read alone, so that writing says it is closed
             os.open(os.devnull, os.O_WRONLY if descriptor == ERROR else os.O_RDONLY)
     sys.stdin = sys.stdin or open(INPUT, closefd=False, encoding="utf-8")  # noqa: SIM115
-    sys.stdout = _text(Results(OUTPUT, "w", closefd=False), sys.stdout)
+    results = os.dup(OUTPUT)
+    os.dup2(ERROR, OUTPUT)
+    sys.stdout = _text(Results(results, "w", closefd=False), sys.stdout)
     sys.stderr = _text(Messages(ERROR, "w", closefd=False), sys.stderr)
 
 
@@ -71,5 +73,5 @@ def flush() -> None:
 def give_up() -> None:
     """Let Python, which flushes again at its end, find nothing to complain of."""
     hole = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(hole, OUTPUT)
+    os.dup2(hole, sys.stdout.fileno())
     os.close(hole)

@@ -79,3 +79,14 @@ def test_a_name_that_is_not_utf8_is_one_line() -> None:
     assert done.stderr == (
         "fp8q: caf\\udce9: is no text in UTF-8, and names are kept in files that are; rename what is called so\n"
     )
+
+
+def test_what_a_library_prints_does_not_come_among_the_results() -> None:
+    """tokenizers, which is written in Rust, prints such a line to descriptor 1."""
+    code = (
+        "from fp8q.cli import streams; streams.settle_streams();"
+        "import tokenizers; tokenizers.AddedToken('a', text_config=False); print('a result')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "a result\n")
+    assert done.stderr == "Ignored unknown kwarg option text_config\n"
