@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
 from ..calibrate.measure.statistics import load_arrays, load_record, load_statistics
 from ..core.errors import Fp8qError, InputError, NoGraphError
@@ -32,6 +31,7 @@ from ..options import Baseline, ExportOptions, WeightScale
 from ..quantize.checkpoint.baselines import write_bf16, write_int8
 from ..quantize.reading.run_checkpoint import ATTENTION_SCALES, checkpoint_of, stored_scales
 from ..quantize.reference.attention import attention_scales, save_scales
+from ..quantize.reference.fp8_model import written_config
 from ..quantize.scales.decisions import SMALLEST_FP16_SCALE, AttentionScales, TensorScale, load_scales
 from ..quantize.scales.servers import graph_refusal
 from .measure import measure_queries
@@ -149,7 +149,7 @@ def why_no_graph(run: Run) -> str | None:
     """
     if reason := graph_refusal({*load_scales(run).forms.values()}):
         return reason
-    model, _ = empty_model(AutoConfig.from_pretrained(run.model), torch.bfloat16)
+    model, _ = empty_model(written_config(run.model), torch.bfloat16)
     return unsupported(model.eval())
 
 

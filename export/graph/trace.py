@@ -17,7 +17,7 @@ from typing import Literal
 import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import RemoveUnusedOpsetsPass
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...calibrate.input.silence import logging_from
 from ...calibrate.measure.statistics import StatisticsRecord
@@ -31,6 +31,7 @@ from ...core.run import Run
 from ...core.run_files import graph_names
 from ...options import Logits
 from ...quantize.codes.encoding import CODE
+from ...quantize.reference.fp8_model import written_config
 from ...quantize.scales.decisions import AttentionScales, Scales
 from ..modules import operators
 from ..modules.graph_model import Graph, GraphPlan, prepare_graph
@@ -95,7 +96,7 @@ def export_graphs(directory: Path, plan: GraphPlan, report: Reporter) -> list[Pa
     """
     names = graph_names(plan.adapter)
     plans = {directory / names[0]: plan, directory / names[1]: replace(plan, dtype=torch.float32)}
-    layers: int = AutoConfig.from_pretrained(directory).get_text_config().num_hidden_layers
+    layers: int = written_config(directory).get_text_config().num_hidden_layers
     what = f"Exporting {plan.adapter} to ONNX" if plan.adapter else "Exporting to ONNX"
     with report.track(what, len(plans) * 2 * layers, "steps") as advance:
         for path, planned in plans.items():
@@ -180,7 +181,7 @@ def _count(graph: Graph, prefix: str, ran: Callable[[int], None]) -> None:
 
 def _opened(directory: Path, plan: GraphPlan) -> tuple[Graph, passes.Tensors]:
     """The empty model of a checkpoint, prepared for tracing, and the places of its tensors."""
-    config = AutoConfig.from_pretrained(directory)
+    config = written_config(directory)
     model, buffers = empty_model(config, plan.dtype)
     stored = passes.stored_tensors(sorted(directory.glob("*.safetensors")))
     shapes = {name: tensor.shape for name, tensor in stored.items()}

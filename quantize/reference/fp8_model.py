@@ -22,6 +22,7 @@ from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedM
 from transformers.cache_utils import DynamicLayer
 
 from ...calibrate.checkpoint.adapter import open_adapter
+from ...calibrate.input.untrusted import error_text, foreign
 from ...calibrate.model.adapter_addition import attach_adapter
 from ...calibrate.model.bf16_gemms import compute_gemms_in_fp32
 from ...calibrate.model.caches import new_cache
@@ -247,13 +248,24 @@ def experts_around(model: torch.nn.Module, module: str) -> Experts | None:
     return next((parent for parent in parents if isinstance(parent, Experts)), None)
 
 
+def written_config(directory: Path) -> PreTrainedConfig:
+    """Read config.json of a checkpoint that fp8q wrote; raises InputError where transformers refuses it."""
+
+    def refusal(error: BaseException) -> InputError:
+        return InputError(directory, f"does not read as {RUN_CHECKPOINT} ({error_text(error)})", RESTORE)
+
+    with foreign(refusal):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
+    return config
+
+
 def open_codes(directory: Path, mode: Mode, dtype: torch.dtype, device: str = "cpu") -> StoredCodes:
     """Open the FP8 layers of the checkpoint in `directory`, with a model in `dtype` that has no weights yet.
 
     Raises InputError for files that are damaged.
     """
     with reading(directory, RUN_CHECKPOINT):
-        config = AutoConfig.from_pretrained(directory)
+        config = written_config(directory)
         del config.quantization_config
         return StoredCodes(directory, config, skeleton(config, dtype), mode, device)
 

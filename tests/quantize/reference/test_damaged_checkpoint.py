@@ -36,6 +36,18 @@ def test_a_checkpoint_with_a_damaged_header_is_named_however_it_is_opened(model:
         assert str(refused.value) == f"{model}: does not read as {what} ({REASON}); {RESTORE}"
 
 
+@pytest.mark.parametrize("value", [["silu"], float("nan")])
+def test_a_field_that_transformers_refuses_is_a_damaged_checkpoint(value: object, model: Path) -> None:
+    """huggingface_hub's own class of errors for such a field is none of Python's."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps(config | {"hidden_act": value}), encoding="utf-8")
+    for open_it in (open_codes, load_reference):
+        with pytest.raises(InputError) as refused:
+            open_it(model, "exact", torch.float32)
+        assert "expected str, got" in str(refused.value)
+        assert str(refused.value).endswith(f"; {RESTORE}")
+
+
 def test_learned_codes_with_a_damaged_header_are_named(model: Path) -> None:
     with pytest.raises(InputError) as refused:
         LearnedCodes(model / SHARD)
