@@ -236,7 +236,8 @@ def _as_transformers_reads(
         fault = f"is {limits[1]:,}, and the original's {limits[0]:,}: vLLM takes no longer texts"
         yield _cause("error", f"{SETTINGS}: model_max_length", fault)
     if files_agree:
-        special = sorted({*ours.all_special_ids, *theirs.all_special_ids})
+        # a name that is no token of the vocabulary, the empty one among them, has no id
+        special = sorted({*ours.all_special_ids, *theirs.all_special_ids} - {None})
         with _transformers(candidate):
             different = next(_otherwise(_auto_reader(ours), _auto_reader(theirs), samples, special), None)
         if different:

@@ -119,6 +119,7 @@ def test_a_rule_that_reads_or_writes_otherwise_is_an_error(
     ("change", "subject"),
     [
         (lambda fields: fields.update(eos_token="<s>"), "tokenizer_config.json: eos_token"),
+        (lambda fields: fields.update(eos_token=""), "tokenizer_config.json: eos_token"),
         (lambda fields: fields.update(bos_token="</s>"), "tokenizer_config.json: bos_token"),
         (lambda fields: fields.update(model_max_length=64), "tokenizer_config.json: model_max_length"),
         (lambda fields: fields.update(pad_token="the"), "tokenizer_config.json"),
