@@ -104,6 +104,12 @@ def run_time_form(flagged: object) -> Form:
     return next((form for flag, form in RUN_TIME_FLAGS.items() if getattr(flagged, flag)), DYNAMIC)
 
 
+def form_flags(form: Form) -> dict[str, Any]:
+    """Spell `form` in the fields of a scale, or of its row in the report."""
+    flags = {flag: form == other or None for flag, other in RUN_TIME_FLAGS.items()}
+    return {"terms": form.terms, "tail": form.tail, "dynamic": form.at_run_time or None, **flags}
+
+
 class TensorScale(Lossy):
     """One activation's or cache tensor's scale; shares are fractions.
 
@@ -160,6 +166,10 @@ class TensorScale(Lossy):
         if self.tail is not None:
             return Form("tail", self.tail)
         return ONE if self.terms == 1 else TWO
+
+    def with_form(self, form: Form) -> "TensorScale":
+        """Return this scale, and all that is said of it, as that of an input in `form`."""
+        return self.model_copy(update=form_flags(form))
 
     @property
     def fits_fp16(self) -> bool:
@@ -243,7 +253,7 @@ class Scales(Strict):
     @property
     def static_inputs(self) -> dict[str, TensorScale]:
         """The scales in `activations` that the checkpoint stores."""
-        return {module: activation for module, activation in self.activations.items() if not activation.dynamic}
+        return {module: activation for module, activation in self.activations.items() if activation.form.static}
 
     @property
     def fp8_gemms(self) -> list[str]:
