@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...core.findings import Broken
+from ..reading.compressed_tensors import online_transforms
 from ..reading.quantization_config import BLOCK, CONFIG
-from ..reading.quantization_fields import online_transforms
 from ..reading.run_checkpoint import FP8Q_CONFIG
 from ..scales.scheme import forms_in, in_two_codes
 from ..scales.servers import computed

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...calibrate.input.patterns import BoundedPattern, PatternFile
 from ..scales.scheme import Scheme
 from .quantization_config import (
     BLOCK,
@@ -17,12 +18,35 @@ from .quantization_config import (
     DeclaredQuantization,
     DeclaredScheme,
     Inputs,
+    Matcher,
     SchemeGroup,
     block_sides,
     listed_names,
     refused,
 )
-from .quantization_fields import field_remarks
+from .quantization_fields import FieldList, unless
+
+_FIELDS = FieldList(
+    (
+        "quant_method", "activation_scheme", "weight_block_size", "modules_to_not_convert", "ignored_layers",
+        "modules_to_convert", "kv_cache_scheme", "kv_cache_quant_algo", "scale_fmt", "dequantize",
+        "packed_modules_mapping",
+    ),
+    {
+        "fmt": ("changes", unless("e4m3", None, what="codes of")),
+        "expert_dtype": ("changes", unless("fp8", None, what="experts in")),
+        "store_dtype": ("changes", unless("fp8", None, what="experts in")),
+        "moe_quant_algo": ("changes", unless("FP8", None, what="experts in")),
+    },
+)  # fmt: skip
+
+
+def _matcher(text: str, source: PatternFile) -> Matcher:
+    """Read a regular expression, matched from the first letter on, which is the end of a name too
+    (`should_convert_module`).
+    """
+    pattern = BoundedPattern(text, source)
+    return Matcher(text, lambda module: pattern.matches(module) or module.endswith(text), 1)
 
 
 def _declared(source: Path, said: dict[str, Any]) -> DeclaredQuantization:
@@ -37,8 +61,7 @@ def _declared(source: Path, said: dict[str, Any]) -> DeclaredQuantization:
     cache = bool(said.get("kv_cache_scheme") or said.get("kv_cache_quant_algo"))
     groups = (SchemeGroup((".*",), scheme),)
     assumed = "weight_block_size" not in said
-    remarks = field_remarks("fp8", said)
-    return DeclaredQuantization(source, "fp8", groups, names, cache, remarks=remarks, block_assumed=assumed)
+    return DeclaredQuantization(source, FINE_GRAINED, said, groups, names, cache, block_assumed=assumed)
 
 
 def _written(_: Scheme, unquantized: Sequence[str]) -> dict[str, object]:
@@ -56,6 +79,8 @@ FINE_GRAINED = Codec(
     "fp8",
     ("weight_scale_inv", "weight_scale", "scale"),
     ("activation_scale", "input_scale"),
+    _matcher,
+    _FIELDS.remarks,
     _declared,
     _written,
 )

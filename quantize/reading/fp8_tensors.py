@@ -29,7 +29,7 @@ from ...calibrate.input.untrusted import exists, read_json
 from ...core.errors import InputError
 from ...core.headers import StoredTensor, read_header, value_bits
 from ..scales.scheme import Granularity
-from .codecs import CODECS, declared_form
+from .codecs import declared_form
 from .quantization_config import BLOCK, CONFIG, Codec, DeclaredQuantization, DeclaredScheme
 
 Float32s = npt.NDArray[np.float32]
@@ -77,7 +77,7 @@ class Checkpoint:
     @property
     def codec(self) -> Codec:
         """The codec of its form."""
-        return CODECS[self.declared.form]
+        return self.declared.codec
 
     @cached_property
     def codes(self) -> Mapping[str, Codes]:

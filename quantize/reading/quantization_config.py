@@ -2,59 +2,33 @@
 
 A form is read, and some are written, by its `Codec` (`codecs`). Where the tensors differ from the configuration,
 `fp8_tensors` goes by the tensors, and the lint (`quantize.lint`) reports the difference.
-
-Each form names modules in another way. compressed-tensors has names, regular expressions after `re:`, and classes of
-modules. ModelOpt has file name patterns. transformers' fine-grained FP8 takes each entry both for a regular expression,
-matched from the first letter on, and for the end of a name (`should_convert_module`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from ...calibrate.input.patterns import BoundedPattern, PatternFile
+from ...calibrate.input.patterns import PatternFile
 from ...calibrate.input.untrusted import read_json
 from ...core.errors import InputError
 from ..scales.scheme import Granularity, Scheme
 from .quantization_fields import FieldRemark
 
-FileForm = Literal["compressed-tensors", "modelopt", "fp8"]
 
-
+@dataclass(frozen=True)
 class Matcher:
-    """One entry of a list of modules, matched as the form's own loader does.
+    """An entry of a list of modules, and its matching of names as the format's own loader does it.
 
-    `rank`: 0 for a name, 1 for a pattern, 2 for a class; of several entries that match, the lowest rank counts.
+    `rank`: 0 for a name, 1 for a pattern, 2 for a class or for every module; of several entries that match, the lowest
+    rank counts.
     """
 
-    def __init__(self, text: str, form: FileForm, source: PatternFile):
-        """Take the entry `text` of the file `source`.
-
-        Raises InputError for an expression that does not compile, or that might take forever to match.
-        """
-        self.text = text
-        self.form = form
-        expression = text.removeprefix("re:") if form == "compressed-tensors" else text
-        is_expression = form == "fp8" or expression != text
-        self.is_class = not is_expression and text.isidentifier() and text[:1].isupper()
-        self.rank = 2 if self.is_class or text == "*" else 1 if is_expression else 0
-        self.expression = BoundedPattern(expression, source) if is_expression else None
-
-    def matches(self, module: str) -> bool:
-        """Tell whether the entry matches `module`; a class matches all, since a checkpoint does not tell classes.
-
-        Raises InputError where that may take forever.
-        """
-        if self.is_class:
-            return True
-        if self.form == "modelopt":
-            return fnmatchcase(module, self.text)
-        if self.expression is None:
-            return module == self.text
-        return self.expression.matches(module) or (self.form == "fp8" and module.endswith(self.text))
+    text: str
+    matches: Callable[[str], bool]
+    rank: int = 0
+    is_class: bool = False
 
 
 CONFIG = "config.json"
@@ -109,22 +83,33 @@ class SchemeGroup:
 
 @dataclass(frozen=True)
 class DeclaredQuantization:
-    """The quantization configuration in the file `source`: its form, the schemes of modules, the modules that stay in
-    BF16 (`ignore`), whether the `cache` has scales, and whether these are of its heads (`cache_heads`).
+    """The quantization configuration in the file `source`: its codec, its fields (`said`), the schemes of modules, the
+    modules that stay in BF16 (`ignore`), whether the `cache` has scales, and whether these are of its heads
+    (`cache_heads`).
 
-    `ignore` None: the configuration does not say, and each loader applies a default of its own. `remarks`: the fields
-    that are not read. `block_assumed`: the form fp8 names no block, which transformers takes for one of 128 × 128, and
-    vLLM and SGLang for one scale a tensor, as AutoFP8 writes it.
+    `ignore` None: the configuration does not say, and each loader applies a default of its own. `block_assumed`: the
+    form fp8 names no block, which transformers takes for one of 128 × 128, and vLLM and SGLang for one scale a tensor,
+    as AutoFP8 writes it.
     """
 
     source: Path
-    form: FileForm
+    codec: "Codec"
+    said: Mapping[str, Any]
     groups: tuple[SchemeGroup, ...]
     ignore: tuple[str, ...] | None
     cache: bool
     cache_heads: bool = False
-    remarks: tuple[FieldRemark, ...] = ()
     block_assumed: bool = False
+
+    @property
+    def form(self) -> str:
+        """The form of the checkpoint."""
+        return self.codec.form
+
+    @cached_property
+    def remarks(self) -> tuple[FieldRemark, ...]:
+        """The fields that are not read."""
+        return tuple(self.codec.remarks(self.said))
 
     @cached_property
     def _patterns(self) -> PatternFile:
@@ -132,13 +117,13 @@ class DeclaredQuantization:
 
     @cached_property
     def _matchers(self) -> tuple[Matcher, ...]:
-        return tuple(Matcher(pattern, self.form, self._patterns) for pattern in self.ignore or ())
+        return tuple(self.codec.matcher(pattern, self._patterns) for pattern in self.ignore or ())
 
     @cached_property
     def _targets(self) -> tuple[tuple[Matcher, DeclaredScheme], ...]:
         """Matchers of all targets with their schemes, the most specific first (compressed-tensors' `match_targets`)."""
         targets = [
-            (Matcher(target, self.form, self._patterns), group.scheme)
+            (self.codec.matcher(target, self._patterns), group.scheme)
             for group in self.groups
             for target in group.targets
         ]
@@ -163,14 +148,19 @@ class DeclaredQuantization:
 class Codec:
     """A form of checkpoints, read and written.
 
-    `weight_scales`, `input_scales`: the names that a scale may have beside its weight, of which the form's own loader
-    reads the first. `declared`: reads the quantization configuration of a file. `written`: makes the configuration of
-    modules in one scheme, of which those named are left out; None where the form is not written.
+    `form`: its name, the `quant_method` of config.json. `weight_scales`, `input_scales`: the names that a scale may
+    have beside its weight, of which the form's own loader reads the first. `matcher`: reads an entry of a file's lists
+    of modules; raises InputError for an expression that does not compile, or may take forever to match. `remarks`: the
+    fields of a configuration that are not read. `declared`: reads the quantization configuration of a file. `written`:
+    makes the configuration of modules in one scheme, of which those named are left out; None where the form is not
+    written.
     """
 
-    form: FileForm
+    form: str
     weight_scales: tuple[str, ...]
     input_scales: tuple[str, ...]
+    matcher: Callable[[str, PatternFile], Matcher]
+    remarks: Callable[[Mapping[str, Any]], Iterator[FieldRemark]]
     declared: Callable[[Path, Any], DeclaredQuantization]
     written: Callable[[Scheme, Sequence[str]], dict[str, object]] | None = None
 

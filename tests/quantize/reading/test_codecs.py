@@ -1,13 +1,12 @@
 """A form that is written is read back as what was meant."""
 
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from fp8q.options import BLOCK, DYNAMIC
 from fp8q.quantize.reading.codecs import CODECS, declared_in
-from fp8q.quantize.reading.quantization_config import DeclaredScheme, FileForm
+from fp8q.quantize.reading.quantization_config import DeclaredScheme
 from fp8q.quantize.scales.scheme import Scheme
 
 CONFIG = Path("config.json")
@@ -15,7 +14,7 @@ CHANNELS, BLOCKS = Scheme("channel", DYNAMIC), Scheme("block", BLOCK)
 
 
 def test_every_form_has_a_codec_of_its_name() -> None:
-    assert {name: codec.form for name, codec in CODECS.items()} == {form: form for form in get_args(FileForm)}
+    assert [*CODECS] == ["compressed-tensors", "modelopt", "fp8"]
     assert [form for form, codec in CODECS.items() if codec.written is None] == ["modelopt"]
 
 

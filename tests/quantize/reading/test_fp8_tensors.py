@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from fp8q.calibrate.input.patterns import PatternFile
 from fp8q.core.errors import InputError
+from fp8q.quantize.reading.codecs import CODECS
 from fp8q.quantize.reading.fp8_tensors import Checkpoint, open_checkpoint
-from fp8q.quantize.reading.quantization_config import DeclaredScheme, FileForm, Matcher
+from fp8q.quantize.reading.quantization_config import DeclaredScheme
 
 from . import fp8_checkpoints
 
@@ -124,10 +125,11 @@ def test_a_scale_is_read_in_any_type_that_scales_have(
         ("compressed-tensors", "Linear", "model.layers.0.mlp.up_proj", True),
         ("modelopt", "model.layers.0*", "model.layers.0.mlp.up_proj", True),
         ("modelopt", "lm_head", "model.lm_head", False),
+        ("modelopt", "Linear", "model.layers.0.mlp.up_proj", False),  # a name, and not a class
         ("fp8", "lm_head", "model.lm_head", True),
         ("fp8", "model.layers.1", "model.layers.10.mlp.up_proj", True),  # as transformers' re.match has it
         ("fp8", "mlp.gate", "model.layers.1.mlp.gate_proj", False),
     ],
 )
-def test_names_are_matched_as_the_forms_loader_does(form: FileForm, pattern: str, module: str, matched: bool) -> None:
-    assert Matcher(pattern, form, PatternFile(Path("config.json"))).matches(module) is matched
+def test_names_are_matched_as_the_forms_loader_does(form: str, pattern: str, module: str, matched: bool) -> None:
+    assert CODECS[form].matcher(pattern, PatternFile(Path("config.json"))).matches(module) is matched
