@@ -49,7 +49,7 @@ def scale_there(checkpoint: Checkpoint) -> Broken:
     for codes in checkpoint.codes.values():
         if codes.scale is None:
             yield codes.weight, f"has no {codec.weight_scales[0]}; {AGAIN}, and take no 1.0 for it"
-        if codes.scheme is not None and codes.scheme.inputs == "static" and codes.input_scale is None:
+        if codes.scheme is not None and codes.scheme.input.static and codes.input_scale is None:
             source = checkpoint.declared.source.name
             yield codes.weight, f"has no {codec.input_scales[0]}, and {source} says static; {AGAIN}, or say dynamic"
 
@@ -154,7 +154,6 @@ def block_tiles(checkpoint: Checkpoint) -> Broken:
     for codes in checkpoint.codes.values():
         if codes.scale is not None and _untiled(codes):
             assert codes.scheme is not None, "what is untiled has a scheme in blocks"
-            assert codes.scheme.block is not None, "each form gives blocks a size where none is written"
             rows, columns = codes.scheme.block
             wanted = [-(-codes.shape[-2] // rows), -(-codes.shape[-1] // columns)]
             shape = list(checkpoint.tensors[codes.scale].shape)

@@ -5,24 +5,22 @@ Sources: compressed-tensors 0.20 (`quantization/quant_args.py`, `quant_scheme.py
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ...calibrate.input.patterns import BoundedPattern, PatternFile
 from ...core.errors import InputError
-from ..scales.scheme import Granularity, Scheme
+from ...options import BF16, BLOCK, DYNAMIC, ONE
+from ..scales.scheme import BLOCK_SIDES, Granularity, Scheme
 from .quantization_config import (
-    BLOCK,
     Codec,
     DeclaredQuantization,
-    DeclaredScheme,
-    Inputs,
     Matcher,
     SchemeGroup,
     block_sides,
     listed_names,
     refused,
-    usual_scheme,
 )
 from .quantization_fields import ARGUMENTS, FieldList, FieldRemark, asymmetric, unless
 
@@ -31,10 +29,10 @@ OFFLINE = ("weight_input", "weight_output")
 #: The parts of a weight that share a scale, as they are written.
 GRANULARITIES: tuple[Granularity, ...] = ("tensor", "channel", "block")
 #: compressed-tensors' presets that are FP8.
-PRESETS: Mapping[str, tuple[Granularity, Inputs]] = {
-    "FP8": ("tensor", "static"),
-    "FP8_DYNAMIC": ("channel", "dynamic"),
-    "FP8_BLOCK": ("block", "dynamic"),
+PRESETS: Mapping[str, Scheme] = {
+    "FP8": Scheme("tensor"),
+    "FP8_DYNAMIC": Scheme("channel", DYNAMIC),
+    "FP8_BLOCK": Scheme("block", BLOCK),
 }
 
 
@@ -153,7 +151,7 @@ def _group(source: Path, name: str, group: Any) -> SchemeGroup:
     if isinstance(group, list):
         if name.upper() not in PRESETS:
             raise refused(source, f"config_groups has the preset {name!r}", name)
-        return SchemeGroup(listed_names(group, source, name), usual_scheme(*PRESETS[name.upper()]))
+        return SchemeGroup(listed_names(group, source, name), PRESETS[name.upper()])
     if not isinstance(group, dict):
         raise InputError(source, f"config_groups.{name} is no object", "copy or download it again")
     said = group.get("weights")
@@ -165,12 +163,15 @@ def _group(source: Path, name: str, group: Any) -> SchemeGroup:
     granularity: Granularity | None = next((kind for kind in GRANULARITIES if kind == strategy), None)
     if granularity is None:
         raise refused(source, f"the weights of config_groups.{name} are FP8 by {strategy}", "mxfp8")
-    static = isinstance(activations, dict) and not activations.get("dynamic", False)
-    inputs: Inputs = "none" if not isinstance(activations, dict) else "static" if static else "dynamic"
-    block = (
-        (block_sides(said.get("block_structure"), source, "block_structure") or BLOCK) if strategy == "block" else None
-    )
-    scheme = DeclaredScheme(granularity, inputs, block)
+    form = BF16
+    if isinstance(activations, dict):
+        form = ONE
+        if activations.get("dynamic", False):
+            form = BLOCK if granularity == "block" else DYNAMIC
+    scheme = Scheme(granularity, form)
+    if granularity == "block":
+        sides = block_sides(said.get("block_structure"), source, "block_structure")
+        scheme = replace(scheme, block=sides or BLOCK_SIDES)
     return SchemeGroup(listed_names(group.get("targets"), source, f"config_groups.{name}.targets"), scheme)
 
 
@@ -191,8 +192,8 @@ def _written(scheme: Scheme, unquantized: Sequence[str]) -> dict[str, object]:
     """Declare the class Linear in `scheme`, with inputs scaled where they are served."""
     number = {"num_bits": 8, "type": "float", "symmetric": True}
     if scheme.weights == "block":
-        weights: dict[str, object] = {"strategy": "block", "block_structure": [*BLOCK], "dynamic": False}
-        inputs: dict[str, object] = {"strategy": "group", "group_size": BLOCK[1], "dynamic": True}
+        weights: dict[str, object] = {"strategy": "block", "block_structure": [*BLOCK_SIDES], "dynamic": False}
+        inputs: dict[str, object] = {"strategy": "group", "group_size": BLOCK_SIDES[1], "dynamic": True}
     else:
         weights = {"strategy": "channel", "dynamic": False}
         inputs = {"strategy": "token", "dynamic": True}

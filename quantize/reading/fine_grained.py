@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ...calibrate.input.patterns import BoundedPattern, PatternFile
-from ..scales.scheme import Scheme
+from ...options import BLOCK, DYNAMIC, ONE
+from ..scales.scheme import BLOCK_SIDES, Scheme
 from .quantization_config import (
-    BLOCK,
     Codec,
     DeclaredQuantization,
-    DeclaredScheme,
-    Inputs,
     Matcher,
     SchemeGroup,
     block_sides,
@@ -50,14 +48,17 @@ def _matcher(text: str, source: PatternFile) -> Matcher:
 
 
 def _declared(source: Path, said: dict[str, Any]) -> DeclaredQuantization:
-    block = block_sides(said.get("weight_block_size", list(BLOCK)), source, "weight_block_size")
+    block = block_sides(said.get("weight_block_size", list(BLOCK_SIDES)), source, "weight_block_size")
     activation = str(said.get("activation_scheme", "dynamic")).lower()
     if activation not in ("static", "dynamic"):
         raise refused(source, f"activation_scheme is {activation!r}")
     ignore = said.get("modules_to_not_convert") or said.get("ignored_layers")
     names = None if ignore is None else listed_names(ignore, source, "modules_to_not_convert")
-    inputs: Inputs = "static" if activation == "static" else "dynamic"
-    scheme = DeclaredScheme("block" if block else "tensor", inputs, block)
+    at_run_time = activation == "dynamic"
+    if block:
+        scheme = Scheme("block", BLOCK if at_run_time else ONE, block=block)
+    else:
+        scheme = Scheme("tensor", DYNAMIC if at_run_time else ONE)
     cache = bool(said.get("kv_cache_scheme") or said.get("kv_cache_quant_algo"))
     groups = (SchemeGroup((".*",), scheme),)
     assumed = "weight_block_size" not in said
@@ -70,7 +71,7 @@ def _written(_: Scheme, unquantized: Sequence[str]) -> dict[str, object]:
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "weight_block_size": [*BLOCK],
+        "weight_block_size": [*BLOCK_SIDES],
         "modules_to_not_convert": [*unquantized],
     }
 

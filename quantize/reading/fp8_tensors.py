@@ -28,9 +28,10 @@ from ...calibrate.checkpoint.weights import INDEX, SINGLE, read_index
 from ...calibrate.input.untrusted import exists, read_json
 from ...core.errors import InputError
 from ...core.headers import StoredTensor, read_header, value_bits
-from ..scales.scheme import Granularity
+from ...options import DYNAMIC, ONE
+from ..scales.scheme import BLOCK_SIDES, Granularity, Scheme
 from .codecs import declared_form
-from .quantization_config import BLOCK, CONFIG, Codec, DeclaredQuantization, DeclaredScheme
+from .quantization_config import CONFIG, Codec, DeclaredQuantization
 
 Float32s = npt.NDArray[np.float32]
 CODES = "F8_E4M3"
@@ -56,7 +57,7 @@ class Codes:
     shape: tuple[int, ...]
     scale: str | None
     input_scale: str | None
-    scheme: DeclaredScheme | None
+    scheme: Scheme | None
     granularity: Granularity | None = None
     block: tuple[int, int] | None = None
 
@@ -104,7 +105,8 @@ class Checkpoint:
         scheme = self.declared.scheme(module)
         one_scale = scale is not None and prod(self.tensors[scale].shape) == 1 and not scale.endswith("_inv")
         if one_scale and scheme is not None and self.declared.block_assumed:
-            scheme = replace(scheme, weights="tensor", block=None)  # as AutoFP8 writes it, and vLLM reads it
+            # as AutoFP8 writes it, and vLLM reads it
+            scheme = Scheme("tensor", ONE if scheme.input.static else DYNAMIC)
         codes = Codes(module, weight, shape, scale, first(self.codec.input_scales), scheme)
         if scale is None:
             return codes
@@ -195,14 +197,14 @@ def cache_parts(name: str) -> str:
 
 
 def granularity_of(
-    scale: tuple[int, ...], weight: tuple[int, ...], scheme: DeclaredScheme | None
+    scale: tuple[int, ...], weight: tuple[int, ...], scheme: Scheme | None
 ) -> tuple[Granularity | None, tuple[int, int] | None]:
     """Find the granularity of a scale of shape `scale`, and the rows and columns of the weight that share a value.
 
     Where several fit, that of `scheme` counts; (None, None) where none fits.
     """
     *stack, rows, columns = weight
-    sides = scheme.block if scheme is not None and scheme.block is not None else BLOCK
+    sides = scheme.block if scheme is not None else BLOCK_SIDES
     grid = [-(-rows // sides[0]), -(-columns // sides[1])]
     shapes: dict[Granularity, tuple[list[list[int]], tuple[int, int]]] = {
         "tensor": ([[], [1], [1, 1]] if not stack else [stack, [*stack, 1], [*stack, 1, 1]], (rows, columns)),

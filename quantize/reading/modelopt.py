@@ -12,25 +12,23 @@ from typing import Any
 
 from ...calibrate.input.patterns import PatternFile
 from ...core.errors import InputError
-from ..scales.scheme import Granularity
+from ...options import BF16, DYNAMIC
+from ..scales.scheme import Scheme
 from .quantization_config import (
     Codec,
     DeclaredQuantization,
-    DeclaredScheme,
-    Inputs,
     Matcher,
     SchemeGroup,
     listed_names,
     refused,
-    usual_scheme,
 )
 from .quantization_fields import Effect, FieldList, FieldRemark, unless
 
 #: ModelOpt's algorithms, in capitals.
-ALGORITHMS: Mapping[str, tuple[Granularity, Inputs]] = {
-    "FP8": ("tensor", "static"),
-    "FP8_PER_CHANNEL_PER_TOKEN": ("channel", "dynamic"),
-    "FP8_PB_WO": ("block", "none"),
+ALGORITHMS: Mapping[str, Scheme] = {
+    "FP8": Scheme("tensor"),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("channel", DYNAMIC),
+    "FP8_PB_WO": Scheme("block", BF16),
 }
 #: The fields that change the values of a model or of a layer.
 _MEANT: Mapping[str, tuple[Effect, Callable[[Any], str | None]]] = {
@@ -80,11 +78,11 @@ def _declared(source: Path, said: Any) -> DeclaredQuantization:
     return DeclaredQuantization(source, MODELOPT, said, tuple(groups), names, bool(cache))
 
 
-def _scheme_of(source: Path, algorithm: str) -> DeclaredScheme:
+def _scheme_of(source: Path, algorithm: str) -> Scheme:
     if algorithm.upper() not in ALGORITHMS:
         of = "awq" if algorithm.upper().startswith("W4A16") and "NVFP4" not in algorithm.upper() else algorithm
         raise refused(source, f"quant_method is 'modelopt' with quant_algo {algorithm or None!r}", of)
-    return usual_scheme(*ALGORITHMS[algorithm.upper()])
+    return ALGORITHMS[algorithm.upper()]
 
 
 MODELOPT = Codec("modelopt", ("weight_scale",), ("input_scale",), _matcher, _remarks, _declared)

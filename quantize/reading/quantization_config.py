@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ...calibrate.input.patterns import PatternFile
 from ...calibrate.input.untrusted import read_json
 from ...core.errors import InputError
-from ..scales.scheme import Granularity, Scheme
+from ..scales.scheme import Scheme
 from .quantization_fields import FieldRemark
 
 
@@ -33,8 +33,6 @@ class Matcher:
 
 CONFIG = "config.json"
 MODELOPT_CONFIG = "hf_quant_config.json"
-#: Inputs have one scale in the checkpoint, a scale that is computed at run time, or are not quantized.
-Inputs = Literal["static", "dynamic", "none"]
 #: The forms that are read, for error messages.
 READ = (
     "compressed-tensors (float-quantized), modelopt (FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO) and fp8 (blocks or "
@@ -60,17 +58,6 @@ OTHERS = (
     ("pack-quantized", "INT4 or INT8", ORIGINAL),
     ("int-quantized", "INT8", ORIGINAL),
 )
-#: The block of transformers and vLLM where a configuration of fine-grained FP8 names none; ModelOpt never names one.
-BLOCK = (128, 128)
-
-
-@dataclass(frozen=True)
-class DeclaredScheme:
-    """The quantization of a module; `block`: rows and columns of the weight that share a scale, where it has blocks."""
-
-    weights: Granularity
-    inputs: Inputs
-    block: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +65,7 @@ class SchemeGroup:
     """The modules that `targets` match, under one scheme."""
 
     targets: tuple[str, ...]
-    scheme: DeclaredScheme
+    scheme: Scheme
 
 
 @dataclass(frozen=True)
@@ -120,7 +107,7 @@ class DeclaredQuantization:
         return tuple(self.codec.matcher(pattern, self._patterns) for pattern in self.ignore or ())
 
     @cached_property
-    def _targets(self) -> tuple[tuple[Matcher, DeclaredScheme], ...]:
+    def _targets(self) -> tuple[tuple[Matcher, Scheme], ...]:
         """Matchers of all targets with their schemes, the most specific first (compressed-tensors' `match_targets`)."""
         targets = [
             (self.codec.matcher(target, self._patterns), group.scheme)
@@ -133,7 +120,7 @@ class DeclaredQuantization:
         """The entry of `ignore` that leaves a module out; None where there is none."""
         return next((matcher.text for matcher in self._matchers if matcher.matches(module)), None)
 
-    def scheme(self, module: str) -> DeclaredScheme | None:
+    def scheme(self, module: str) -> Scheme | None:
         """The scheme of a module; None where it is in `ignore` or no target matches it."""
         if self.ignored_by(module) is not None:
             return None
@@ -205,11 +192,6 @@ def listed_names(value: Any, source: Path, key: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise InputError(source, f"{key} is no list of names", "copy or download it again")
     return tuple(value)
-
-
-def usual_scheme(weights: Granularity, inputs: Inputs) -> DeclaredScheme:
-    """Make the scheme of an algorithm or preset, whose blocks are of the usual size."""
-    return DeclaredScheme(weights, inputs, BLOCK if weights == "block" else None)
 
 
 def block_sides(value: Any, source: Path, key: str) -> tuple[int, int] | None:
