@@ -34,10 +34,12 @@ class Matcher:
 CONFIG = "config.json"
 MODELOPT_CONFIG = "hf_quant_config.json"
 #: The forms that are read, for error messages.
-READ = (
-    "compressed-tensors (float-quantized), modelopt (FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO) and fp8 (blocks or "
-    "one scale a tensor)"
+_FORMS = (
+    "compressed-tensors (float-quantized)",
+    "modelopt (FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO)",
+    "fp8 (blocks or one scale a tensor)",
 )
+READ = f"{', '.join(_FORMS[:-1])} and {_FORMS[-1]}"
 ORIGINAL = "give the checkpoint it was made from, in BF16"
 #: The format of fp8q's checkpoints that no other loader has a form for; they name no `quant_method`.
 FP8Q_FORM = "fp8q"
