@@ -21,7 +21,7 @@ import pytest
 from fp8q.core.run import Run
 from fp8q.options import DYNAMIC
 from fp8q.quantize.reading.quantization_config import ORIGINAL, READ
-from fp8q.quantize.scales.scheme import Scheme
+from fp8q.quantize.scales.scheme import UNQUANTIZED, Scheme
 from fp8q.validate.accuracy.document import load_token_losses
 
 from .conftest import Texts
@@ -231,7 +231,7 @@ def test_a_format_of_checkpoints_is_added_by_a_file_and_two_entries(package: Pat
     follow("Add a format of checkpoints", package)
     forms = READ.replace(" and ", ", ")
     assert python(package, "-c", FORMAT).splitlines() == [
-        f"rows {Scheme('channel', DYNAMIC)!r} None",
+        f"rows {Scheme('channel', DYNAMIC)} {UNQUANTIZED}",
         "rounding (in no class that was read)",
         f"config.json: quant_method is 'columns', and what is read is {forms} and rows; {ORIGINAL}",
     ]

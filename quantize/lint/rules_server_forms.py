@@ -157,7 +157,7 @@ def scale_name_unread(served: Served) -> Broken:
     named = [
         name
         for codes in served.fp8.codes.values()
-        if codes.granularity == "tensor" and (codes.scheme is None or codes.scheme.weights == "tensor")
+        if codes.granularity == "tensor" and codes.scheme.weights in (None, "tensor")
         for name in (codes.scale, codes.input_scale)
         if name is not None and not name.endswith(theirs)
     ]

@@ -13,7 +13,7 @@ from typing import Any
 from ...calibrate.input.patterns import PatternFile
 from ...calibrate.input.untrusted import read_json
 from ...core.errors import InputError
-from ..scales.scheme import Scheme
+from ..scales.scheme import UNQUANTIZED, Scheme
 from .quantization_fields import FieldRemark
 
 
@@ -122,11 +122,11 @@ class DeclaredQuantization:
         """The entry of `ignore` that leaves a module out; None where there is none."""
         return next((matcher.text for matcher in self._matchers if matcher.matches(module)), None)
 
-    def scheme(self, module: str) -> Scheme | None:
-        """The scheme of a module; None where it is in `ignore` or no target matches it."""
+    def scheme(self, module: str) -> Scheme:
+        """The scheme of a module, which stays in BF16 where it is in `ignore` or no target matches it."""
         if self.ignored_by(module) is not None:
-            return None
-        return next((scheme for matcher, scheme in self._targets if matcher.matches(module)), None)
+            return UNQUANTIZED
+        return next((scheme for matcher, scheme in self._targets if matcher.matches(module)), UNQUANTIZED)
 
     def target_of(self, module: str) -> Matcher | None:
         """The target that a module's scheme is by, a name or an expression before a class; None where none matches."""

@@ -46,6 +46,10 @@ class Scheme:
     block: tuple[int, int] = BLOCK_SIDES
 
 
+#: The scheme of a module that is not quantized.
+UNQUANTIZED = Scheme(None, BF16)
+
+
 def modules_in(forms: Mapping[str, Form], *wanted: Form) -> list[str]:
     """List the modules of `forms` that have one of the forms `wanted`, in their order."""
     return [module for module, form in forms.items() if form in wanted]

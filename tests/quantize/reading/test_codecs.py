@@ -7,7 +7,7 @@ import pytest
 
 from fp8q.options import BLOCK, DYNAMIC, ConvertLayout
 from fp8q.quantize.reading.codecs import CODECS, declared_in
-from fp8q.quantize.scales.scheme import Scheme
+from fp8q.quantize.scales.scheme import UNQUANTIZED, Scheme
 
 CONFIG = Path("config.json")
 
@@ -31,4 +31,4 @@ def test_what_is_written_of_a_scheme_declares_it(form: str, scheme: Scheme) -> N
     assert quantization is not None
     assert (quantization.form, quantization.ignore, quantization.remarks) == (form, ("lm_head",), ())
     assert quantization.scheme("model.layers.0.mlp.up_proj") == scheme
-    assert quantization.scheme("lm_head") is None
+    assert quantization.scheme("lm_head") == UNQUANTIZED

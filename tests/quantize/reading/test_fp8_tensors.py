@@ -13,7 +13,7 @@ from fp8q.core.errors import InputError
 from fp8q.options import BLOCK, DYNAMIC
 from fp8q.quantize.reading.codecs import CODECS
 from fp8q.quantize.reading.fp8_tensors import Checkpoint, open_checkpoint
-from fp8q.quantize.scales.scheme import Scheme
+from fp8q.quantize.scales.scheme import UNQUANTIZED, Scheme
 
 from . import fp8_checkpoints
 
@@ -72,7 +72,7 @@ def test_codes_times_scales_are_the_weights_that_were_quantized(
     error = np.abs(dequantized(checkpoint, MODULE) - original)
     spread = np.abs(original).max()
     assert np.all(error <= np.maximum(np.abs(original) * 2**-4 * 1.01, spread * 2**-15))  # half of the last of 3 bits
-    assert checkpoint.declared.scheme("lm_head") is None
+    assert checkpoint.declared.scheme("lm_head") == UNQUANTIZED
 
 
 def changed(folder: Path, name: str, tensor: torch.Tensor | None) -> Path:
