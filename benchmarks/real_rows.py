@@ -26,7 +26,7 @@ from fp8q.calibrate.model.bf16_gemms import compute_gemms_in_fp32
 from fp8q.calibrate.model.gemms import attention_modules, observed_gemms, output_channel_axis
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.core.run import Run
-from fp8q.options import Clipping
+from fp8q.options import ONE, TWO, Clipping
 from fp8q.quantize.codes.blocks import group_values
 from fp8q.quantize.codes.encoding import code_values, token_scales
 from fp8q.quantize.reading.dequantized import fp8_source, recognize
@@ -97,8 +97,8 @@ def tail_input(activation: TensorScale) -> Input:
 
     def rounded(x: torch.Tensor) -> torch.Tensor:
         first = x.shape[1] // 2 - TAIL
-        parts = zip((x[:, :first], x[:, first:]), (1, 2), strict=True)
-        return torch.cat([gemm_input(part, activation.model_copy(update={"terms": n})) for part, n in parts], 1)
+        parts = zip((x[:, :first], x[:, first:]), (ONE, TWO), strict=True)
+        return torch.cat([gemm_input(part, activation.with_form(form)) for part, form in parts], 1)
 
     return rounded
 

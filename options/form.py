@@ -7,7 +7,7 @@ the command line a rule is `--form FORM`, for all modules, or `--form 'PATTERN=F
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -96,6 +96,11 @@ NAMED: dict[str, Form] = {kind: Form(kind, DEFAULT_EXACT_TAIL if kind == "tail" 
 AT_RUN_TIME: tuple[Form, ...] = tuple(form for form in NAMED.values() if form.at_run_time)
 #: The forms as the help of `--form` lists them.
 FORMS_HELP = ", ".join(f"{kind}{':N' * (kind == 'tail')} ({WORDS[kind][1]})" for kind in KINDS)
+
+
+def longest_tail(forms: Iterable[Form]) -> int:
+    """Return the most last positions that any of `forms` has second codes in alone; 0 without a tail."""
+    return max((form.tail for form in forms if form.tail), default=0)
 
 
 @dataclass(frozen=True)

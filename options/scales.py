@@ -27,6 +27,7 @@ from .form import (
     Form,
     FormRule,
     checked_rules,
+    longest_tail,
     parse_rule,
 )
 
@@ -349,7 +350,7 @@ class ScaleOptions(Options):
     @property
     def tail_length(self) -> int:
         """The longest tail that any rule gives; `exact_tail` where none gives one."""
-        return max((rule.form.tail for rule in self.form_rules if rule.form.tail), default=self.exact_tail)
+        return longest_tail(rule.form for rule in self.form_rules) or self.exact_tail
 
     def in_one_form(self, form: Form) -> Self:
         """Give every module's input `form`, in the place of all that these options choose."""

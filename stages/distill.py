@@ -507,7 +507,7 @@ def check_no_blocks(run: Run) -> None:
 
 def _note_one_code(run: Run, notes: Notes) -> None:
     """Note that little is gained where activations have one code."""
-    if any(scale.terms == 1 for scale in load_scales(run).activations.values()):
+    if any(form.terms == 1 for form in load_scales(run).forms.values()):
         notes.note(
             "distill: activations with one code lose what weights cannot learn away, since the rounding of an input is "
             "noise to them; little is gained unless they have two (--activation-terms tail, or 2)"

@@ -77,16 +77,12 @@ def doctor(run: Run, notes: Notes, options: DoctorOptions) -> Checkup:
 def _remedies(run: Run, scales: Scales) -> Remedies:
     record = run.record()
     corpus = load_record(run).corpus
-    chosen = run.options(QUANTIZE)
     return Remedies(
         str(run.root),
         record.model["path"],
         corpus.name,
         corpus.windows,
-        two_terms=chosen.two_terms,
-        forms=chosen.form,
-        skip=chosen.skip,
-        kv_skip=chosen.kv_skip,
+        chosen=run.options(QUANTIZE),
         cached=tuple(dict.fromkeys(name.rpartition(".")[0] for name in scales.kv_cache)),
     )
 

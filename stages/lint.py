@@ -157,13 +157,13 @@ def lint_run(path: Path) -> LintedRun:
 
 def note_elsewhere(run: Run) -> str | None:
     """Say what other servers make of a run's second terms, and what that costs this model; None where it has none."""
-    scales = load_scales(run)
-    in_two = in_two_codes(scales.forms)
+    forms = load_scales(run).forms
+    in_two = in_two_codes(forms)
     if not in_two:
         return None
-    forms = " and ".join(sorted({scale.form.words for scale in scales.activations.values() if scale.terms == 2}))
+    words = " and ".join(sorted({forms[module].words for module in in_two}))
     note = (
-        f"{len(in_two)} inputs in {forms}, of which transformers, and vLLM without fp8q-vllm, run the first term alone"
+        f"{len(in_two)} inputs in {words}, of which transformers, and vLLM without fp8q-vllm, run the first term alone"
     )
     cost = load_accuracy(run).one_term_cost if "validate" in run.record().stages else None
     return f"{note}: {cost or f'`fp8q validate {run.root}` measures what that costs'}"

@@ -12,6 +12,7 @@ from ..core.reporter import SILENT, Reporter
 from ..core.run import Run
 from ..export.engine.build import resolve
 from ..options import DEFAULT_SEQ_LEN, ReportOptions, RunOptions, ScaleOptions
+from ..options.form import longest_tail
 from .build_engine import build_engine
 from .calibrate import Calibration, calibrate
 from .corpus import Collected
@@ -67,9 +68,9 @@ class Following:
         length = lower_default("--max-seq-len", options.engine.max_seq_len, DEFAULT_SEQ_LEN, limit, positions, SILENT)
         replace(options.engine, max_seq_len=length)  # its constructor checks the sizes against the length
         packing = Packing(collected.windows.shape[1], tuple(collected.opening.prefix))
-        tails = any(rule.form.tail for rule in options.calibrate.form_rules)
+        tail = longest_tail(rule.form for rule in options.calibrate.form_rules)
         window = options.validate.context or min(packing.size, limit or packing.size)
-        validate = behind_a_prompt(options.validate, window, tails=tails)
+        validate = behind_a_prompt(options.validate, window, tail)
         tokens = cut_for(collected.evaluation, collected.names[1], validate, packing, limit, SILENT)
         check_enough(tokens, validate, Notes(SILENT), "--eval-data")
 

@@ -3,10 +3,14 @@
 import os
 from collections.abc import Callable, Iterator
 
+from ..calibrate.input.untrusted import read_json
 from ..core.errors import InputError
 from ..core.run import Run
 from ..options import ServeOptions, model_name
 from ..options.serve import plain_of
+from ..quantize.reading.quantization_config import CONFIG
+from ..quantize.reading.run_checkpoint import FP8Q_CONFIG
+from ..quantize.scales.scheme import forms_in, tails_of
 from ..serve.local.chat_template import ChatTemplate
 from ..serve.web.server import Server
 from ..serve.web.serving import Model, Serving
@@ -74,13 +78,21 @@ def name_of(run: Run, options: ServeOptions) -> str:
     return options.name or model_name(run.record().model.get("name", run.root.resolve().name))
 
 
+def _has_tails(run: Run) -> bool:
+    """Tell whether the FP8 model's inputs have second codes in a prompt's last positions, and not in all of them."""
+    fields = read_json(run.model / CONFIG).get(FP8Q_CONFIG)
+    return bool(tails_of(forms_in(fields)))
+
+
 def _models(run: Run, options: ServeOptions) -> Iterator[Model]:
     name = name_of(run, options)
     runtime = runtime_here(options.runtime)
     precision = "bf16" if runtime == "bf16" else "fp8"
-    yield Model(name, precision, runtime, open_model(run, options.runtime, options.max_batch))
+    opened = open_model(run, options.runtime, options.max_batch)
+    tailed = precision == "fp8" and _has_tails(run)
+    yield Model(name, precision, runtime, opened, tailed=tailed)
     for adapter in options.adapter:
         opened = open_model(run, options.runtime, options.max_batch, adapter)
-        yield Model(adapter, precision, runtime, opened)
+        yield Model(adapter, precision, runtime, opened, tailed=tailed)
     if options.bf16:
         yield Model(f"{name}-bf16", "bf16", "bf16", open_model(run, "bf16", options.max_batch))

@@ -217,9 +217,9 @@ def _candidates(
     groups = {members[0]: members for members in read if members}
     call = CallPositions()
     of_tail = {
-        name: Tail(scale.tail, call, experts_around(model, name))
+        name: Tail(tail, call, experts_around(model, name))
         for name, scale in inputs.get("tail", {}).items()
-        if scale.tail is not None
+        if (tail := scale.form.tail) is not None
     }
     cache = _cache_scales(source, statistics, options, notes)
     return Candidates(model, groups, inputs, codes, cache, of_tail, call), codes, roundings

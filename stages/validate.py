@@ -10,6 +10,7 @@ from ..core.reporter import SILENT
 from ..core.run import Run
 from ..core.run_writer import RunWriter
 from ..options import LEAST_WINDOWS, MAX_TOKENS, ONE_TERM_ALONE, RUNTIMES, WITHOUT_GRAPH, ValidateOptions, VerdictLimits
+from ..options.form import longest_tail
 from ..quantize.checkpoint.card_additions import (
     ACCURACY_MARK,
     COST,
@@ -19,7 +20,7 @@ from ..quantize.checkpoint.card_additions import (
     state_validated,
 )
 from ..quantize.scales.decisions import load_scales
-from ..quantize.scales.scheme import in_two_codes, tails_of
+from ..quantize.scales.scheme import in_two_codes
 from ..validate.accuracy.card import card_table, repeating_command
 from ..validate.accuracy.decision import decide, noise_floor
 from ..validate.accuracy.document import (
@@ -231,16 +232,16 @@ def with_runtimes(run: Run, options: ValidateOptions, notes: Notes) -> ValidateO
 
 
 def as_a_server_reads(run: Run, options: ValidateOptions, notes: Notes) -> ValidateOptions:
-    """Return `options` with the prompt that windows begin with by default: half a window where the run has tails; and
+    """Return `options` with the prompt that windows begin with by default: half a window where the run has a tail; and
     with the most tokens that are decoded behind a prompt.
 
-    What such a run writes depends on the phase, and no server reads a whole window as a prompt. Without tails, or with
-    an accumulator, whole windows stay the default.
+    What such a run writes depends on the phase, and no server reads a whole window as a prompt. Without a tail, or
+    with an accumulator, whole windows stay the default.
     """
-    tails = tails_of(load_scales(run).forms).values()
+    tail = longest_tail(load_scales(run).forms.values())
     calibrated = load_tokens(run, run.calibration).shape[1]
     window = options.context or min(calibrated, positions(run) or calibrated)
-    served = behind_a_prompt(options, window, tails=bool(tails))
+    served = behind_a_prompt(options, window, tail)
     prompt = served.as_served
     most = served.max_tokens
     if prompt is None:
@@ -250,7 +251,7 @@ def as_a_server_reads(run: Run, options: ValidateOptions, notes: Notes) -> Valid
     if options.as_served is None:
         half = ", half a window" if prompt == prompt_of(window) else f" of {window}"
         notes.note(
-            f"--as-served: is {prompt}{half}, since decoded tokens and a prompt's last {max(tails)} have another "
+            f"--as-served: is {prompt}{half}, since decoded tokens and a prompt's last {tail} have another "
             f"form than the rest of the prompt; --as-served N takes another prompt{fewer and f'; {fewer}'}"
         )
     elif fewer:
@@ -258,15 +259,15 @@ def as_a_server_reads(run: Run, options: ValidateOptions, notes: Notes) -> Valid
     return served
 
 
-def behind_a_prompt(options: ValidateOptions, window: int, *, tails: bool) -> ValidateOptions:
-    """Return `options` with the prompt of a `window`, half of it where none was asked for and the run has `tails`; and
+def behind_a_prompt(options: ValidateOptions, window: int, tail: int) -> ValidateOptions:
+    """Return `options` with the prompt of a `window`, half of it where none was asked for and the run has a `tail`; and
     on a CPU, where each decoded token is a pass of its own, with only as many of them as an interval needs, whatever
     the prompt is.
     """
     prompt = options.as_served
     most = options.max_tokens
     on_cpu = False
-    if prompt is None and (not tails or options.accumulator):
+    if prompt is None and (not tail or options.accumulator):
         return options
     if most is None:
         on_cpu = device() == "cpu"

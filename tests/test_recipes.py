@@ -1,8 +1,8 @@
 """The recipes of CONTRIBUTING.md, followed to the letter in a copy of the package.
 
 A block of code of a recipe begins with `# FILE: in NAME` (its lines become the last ones of this class, list, table,
-or `if NAME:`), `# FILE: above NAME` (and the comment on it), `# FILE: at the end` or `# FILE: a new file`. So a recipe
-that no longer works, or that needs another line somewhere, fails here.
+or `if NAME:`), `# FILE: above NAME` (and the comment on it), `# FILE: among the imports`, `# FILE: at the end` or
+`# FILE: a new file`. So a recipe that no longer works, or that needs another line somewhere, fails here.
 """
 
 import ast
@@ -19,6 +19,9 @@ import onnx.parser
 import pytest
 
 from fp8q.core.run import Run
+from fp8q.options import DYNAMIC
+from fp8q.quantize.reading.quantization_config import ORIGINAL, READ
+from fp8q.quantize.scales.scheme import UNQUANTIZED, Scheme
 from fp8q.validate.accuracy.document import load_token_losses
 
 from .conftest import Texts
@@ -30,7 +33,8 @@ PACKAGE = (
     "serve", "stages", "integrations", "benchmarks",
 )  # fmt: skip
 BLOCK = re.compile(
-    r"```python\n# (?P<file>[\w/.]+): (?:in (?P<name>\w+)|above (?P<above>\w+)|at the end|(?P<new>a new file))\n"
+    r"```python\n# (?P<file>[\w/.]+): (?:in (?P<name>\w+)|above (?P<above>\w+)|(?P<imported>among the imports)|"
+    r"at the end|(?P<new>a new file))\n"
     r"(?P<code>.*?)```",
     re.DOTALL,
 )
@@ -75,6 +79,9 @@ def follow(title: str, package: Path) -> None:
             entry = re.search(rf"^(?:#: .*\n)*{block['above']} = ", source, re.MULTILINE)
             assert entry is not None, block["above"]
             source = source[: entry.start()] + block["code"] + source[entry.start() :]
+        elif block["imported"]:
+            before, line, after = source.rpartition("\nfrom .")
+            source = f"{before}\n{block['code']}{line[1:]}{after}"
         else:
             source += block["code"] if block["new"] else f"\n\n{block['code']}"
         file.write_text(source, encoding="utf-8")
@@ -200,6 +207,34 @@ def test_a_model_is_calibrated_validated_and_linted_in_the_form_of_the_recipe(
     assert "no findings" in python(package, "-m", "fp8q", "lint", run / "model", "--for", "vllm")
     modules = json.loads(python(package, "-m", "fp8q", "inspect", run, "--json"))["modules"]
     assert any(row.get("power") for row in modules)
+
+
+FORMAT = """
+from pathlib import Path
+from fp8q.core.errors import InputError
+from fp8q.quantize.reading.codecs import declared_in
+
+for fields in ({"quant_method": "rows", "keep": ["lm_*"], "rounding": 3}, {"quant_method": "columns"}):
+    try:
+        said = declared_in({"quantization_config": fields}, Path("config.json"))
+        print(said.form, said.scheme("a.up"), said.scheme("lm_head"))
+        print(*said.remarks)
+    except InputError as error:
+        print(error)
+"""
+#: The most files of the package that a format of checkpoints is written in; a number that may only fall.
+FILES_OF_A_FORMAT = 3
+
+
+def test_a_format_of_checkpoints_is_added_by_a_file_and_two_entries(package: Path) -> None:
+    assert len({block["file"] for block in recipe("Add a format of checkpoints")}) <= FILES_OF_A_FORMAT
+    follow("Add a format of checkpoints", package)
+    forms = READ.replace(" and ", ", ")
+    assert python(package, "-c", FORMAT).splitlines() == [
+        f"rows {Scheme('channel', DYNAMIC)} {UNQUANTIZED}",
+        "rounding (in no class that was read)",
+        f"config.json: quant_method is 'columns', and what is read is {forms} and rows; {ORIGINAL}",
+    ]
 
 
 LINTED = """<ir_version: 11, opset_import: ["" : 23]>

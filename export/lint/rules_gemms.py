@@ -122,7 +122,7 @@ def unexpected_gemm(graph: Indexed, expected: Expectation) -> Broken:
 
 @expectation_rule("F215", "weights-alone")
 def weights_alone(graph: Indexed, expected: Expectation) -> Broken:
-    """The weight of each module in `scales.json`'s `bf16_inputs` is FP8 codes, and its input is not quantized.
+    """The weight of each module that `scales.json` has with weights alone in FP8 is codes, and its input is not.
 
     Codes for that input would round what was measured as exact.
     """

@@ -160,7 +160,7 @@ def _write_caches(writer: "ShardWriter", directory: Path, layout: HfLayout, scal
 
     Loaders expect those of every layer, and vLLM also takes those of queries; in `CACHE_FILE` are those of codes alone.
     """
-    written = scales.kv_cache | (scales.wide_cache | scales.queries if layout.cache else {})
+    written = scales.loaded_caches if layout.cache else scales.kv_cache
     caches = {f"{name}_scale": torch.from_numpy(cache.stored) for name, cache in written.items()}
     if layout.cache:
         for name, tensor in caches.items():

@@ -7,15 +7,16 @@ what is served. Names, shapes and the quantization of config.json stay.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from ...core.errors import InputError
 from ...core.headers import make_header, read_header
-from ...options import ConvertOptions
+from ...options import ConvertLayout, ConvertOptions
 from ...options.declare import first_changed
 from ..codes.formats import CODE_DTYPE
 from ..reading.fp8_tensors import Checkpoint, Codes, Float32s, open_checkpoint
-from ..reading.quantization_config import BLOCK
 from ..scales.clip import powers_of_two
+from ..scales.scheme import BLOCK_SIDES
 from .plan import CheckpointPlan, Copied, Matrix, ShardPlan, Written
 
 #: The options that choose what is quantized, which the source has decided.
@@ -36,8 +37,13 @@ def rescaled_plan(checkpoint: Checkpoint, name: str, files: Sequence[Path], opti
     Raises InputError for options that choose anew what the source has chosen, for scales that are missing or damaged,
     for stacks of experts in blocks, and for a checkpoint without blocks, or whose scales are powers of two already.
     """
-    layout = checkpoint.declared.form
-    if layout not in ("fp8", "compressed-tensors") or options.layout not in (None, layout):
+    written = checkpoint.declared.form
+    layout = next((layout for layout in get_args(ConvertLayout) if layout == written), None)
+    if layout is None:
+        raise InputError(
+            name, f"is in blocks in the form {written}, which is not written", "convert the one it was made from"
+        )
+    if options.layout not in (None, layout):
         raise InputError(name, f"is in the layout {layout}, in which its scales would stay", "leave --layout out")
     if option := first_changed(options, OF_THE_CHOICE):
         raise InputError(
@@ -68,11 +74,11 @@ def _in_blocks(checkpoint: Checkpoint) -> list[Codes]:
     """The weights of `checkpoint` that have a scale for each block of 128 x 128."""
     in_blocks = [codes for codes in checkpoint.codes.values() if codes.granularity == "block"]
     for codes in in_blocks:
-        if len(codes.shape) != 2 or codes.block != BLOCK:
+        if len(codes.shape) != 2 or codes.block != BLOCK_SIDES:
             raise InputError(
                 codes.weight,
                 f"{list(codes.shape)} has blocks of {list(codes.block or ())}, and a matrix in blocks of "
-                f"{list(BLOCK)} is scaled again",
+                f"{list(BLOCK_SIDES)} is scaled again",
                 "convert the checkpoint that it was made from",
             )
     return in_blocks

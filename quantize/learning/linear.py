@@ -59,7 +59,7 @@ class StraightThrough(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, activation: TensorScale | None) -> torch.Tensor:
         """Return the values of the codes of `x` under `scale`, or under that of an `activation`, float32."""
         # under the scale of its own token nothing saturates
-        dynamic = activation is not None and activation.dynamic
+        dynamic = activation is not None and activation.form.at_run_time
         ctx.save_for_backward(torch.ones_like(x, dtype=torch.bool) if dynamic else x.abs() <= scale * E4M3.max)
         if activation is None:
             return code_values(x, scale) * scale

@@ -236,7 +236,7 @@ def float_module(checkpoint: Checkpoint) -> Broken:
     for name, tensor in checkpoint.tensors.items():
         module = name.removesuffix(".weight")
         is_like = module != name and len(tensor.shape) == 2 and module.rpartition(".")[2] in in_codes
-        if is_like and tensor.dtype in FLOAT_TYPES and checkpoint.declared.scheme(module) is not None:
+        if is_like and tensor.dtype in FLOAT_TYPES and checkpoint.declared.scheme(module).weights:
             source = _source(checkpoint.declared)
             yield name, f"is {tensor.dtype}, and {source} does not leave {module} out; name it there, or {AGAIN}"
 

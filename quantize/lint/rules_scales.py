@@ -45,11 +45,11 @@ def scale_there(checkpoint: Checkpoint) -> Broken:
     """Every weight in codes has a scale, and where the configuration says static, every input has one. Loaders begin
     with 1.0 or with whatever memory holds, and warn of a missing key at most: the model runs, and says nothing true.
     """
-    codec = checkpoint.codec
+    codec = checkpoint.declared.codec
     for codes in checkpoint.codes.values():
         if codes.scale is None:
             yield codes.weight, f"has no {codec.weight_scales[0]}; {AGAIN}, and take no 1.0 for it"
-        if codes.scheme is not None and codes.scheme.inputs == "static" and codes.input_scale is None:
+        if codes.scheme.input.static and codes.input_scale is None:
             source = checkpoint.declared.source.name
             yield codes.weight, f"has no {codec.input_scales[0]}, and {source} says static; {AGAIN}, or say dynamic"
 
@@ -60,7 +60,7 @@ def scale_name(checkpoint: Checkpoint) -> Broken:
     compressed-tensors' and ModelOpt's, weight_scale_inv and activation_scale in fp8's. Others are unexpected keys,
     which are passed over.
     """
-    codec = checkpoint.codec
+    codec = checkpoint.declared.codec
     form = checkpoint.declared.form
     known = (*codec.weight_scales, *codec.input_scales, *OF_CACHES)
     for name in checkpoint.tensors:
@@ -68,7 +68,7 @@ def scale_name(checkpoint: Checkpoint) -> Broken:
         codes = checkpoint.codes.get(module)
         if codes is None or name == codes.weight or not ("scal" in last or "amax" in last):
             continue
-        in_blocks = codes.scheme is not None and codes.scheme.weights == "block"
+        in_blocks = codes.scheme.weights == "block"
         if last not in known or (form == "fp8" and in_blocks and last == "weight_scale"):
             wanted = f"{codec.weight_scales[0]} or {codec.input_scales[0]}"
             yield name, f"is read by neither transformers nor vLLM in the form {form}; call it {wanted}, or take it out"
@@ -85,7 +85,7 @@ def scale_name_of_one(checkpoint: Checkpoint) -> Broken:
         return
     names = [name for codes in checkpoint.codes.values() for name in (codes.scale, codes.input_scale)]
     alone = [name for name in names if name is not None and name.endswith((".weight_scale", ".input_scale"))]
-    blocks = [codes for codes in checkpoint.codes.values() if codes.scheme and codes.scheme.weights == "block"]
+    blocks = [codes for codes in checkpoint.codes.values() if codes.scheme.weights == "block"]
     if alone and not blocks:
         more = f" and {len(alone) - 1:,} more are" if len(alone) > 1 else " is"
         read = "read by vLLM and SGLang, and not by transformers, which goes on with 1.0"
@@ -110,7 +110,7 @@ def checkpoint_scale_shape(checkpoint: Checkpoint) -> Broken:
     refuses another; transformers takes what it can stretch.
     """
     for codes in checkpoint.codes.values():
-        said = codes.scheme.weights if codes.scheme is not None else codes.granularity
+        said = codes.scheme.weights or codes.granularity
         if codes.scale is not None and (codes.granularity != said or said is None) and not _untiled(codes):
             granularity = f"{codes.granularity or 'neither one nor one a channel'}"
             shape = list(checkpoint.tensors[codes.scale].shape)
@@ -143,7 +143,7 @@ def _heads(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _untiled(codes: Codes) -> bool:
-    return codes.granularity is None and codes.scheme is not None and codes.scheme.weights == "block"
+    return codes.granularity is None and codes.scheme.weights == "block"
 
 
 @checkpoint_rule("C109", "block-tiles")
@@ -153,8 +153,6 @@ def block_tiles(checkpoint: Checkpoint) -> Broken:
     """
     for codes in checkpoint.codes.values():
         if codes.scale is not None and _untiled(codes):
-            assert codes.scheme is not None, "what is untiled has a scheme in blocks"
-            assert codes.scheme.block is not None, "each form gives blocks a size where none is written"
             rows, columns = codes.scheme.block
             wanted = [-(-codes.shape[-2] // rows), -(-codes.shape[-1] // columns)]
             shape = list(checkpoint.tensors[codes.scale].shape)

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...core.findings import Broken
-from ..reading.quantization_config import BLOCK, CONFIG
-from ..reading.quantization_fields import online_transforms
+from ..reading.compressed_tensors import online_transforms
+from ..reading.quantization_config import CONFIG
 from ..reading.run_checkpoint import FP8Q_CONFIG
 from ..scales.clip import powers_of_two
-from ..scales.scheme import forms_in, in_two_codes
+from ..scales.scheme import BLOCK_SIDES, forms_in, in_two_codes
 from ..scales.servers import computed
 from .rules_scales import readable
 from .servers import READ, TITLES, Applies, Served, parse_version, server_rule
@@ -97,8 +97,8 @@ def _vllm_cache(said: Mapping[str, Any]) -> Broken:
 
 def _tensorrt_llm(said: Mapping[str, Any]) -> Broken:
     sizes = said.get("weight_block_size")
-    if said.get("quant_method") == "fp8" and isinstance(sizes, list) and sizes != list(BLOCK):
-        yield CONFIG, f"has blocks of {sizes}, and TensorRT-LLM takes {list(BLOCK)} alone; quantize in these"
+    if said.get("quant_method") == "fp8" and isinstance(sizes, list) and sizes != list(BLOCK_SIDES):
+        yield CONFIG, f"has blocks of {sizes}, and TensorRT-LLM takes {list(BLOCK_SIDES)} alone; quantize in these"
     if said.get("quant_method") != "compressed-tensors":
         return
     several = len(dict(groups(said))) > 1
@@ -120,7 +120,7 @@ def _tensorrt_llm(said: Mapping[str, Any]) -> Broken:
                 f"has {kind} weights with {static}: TensorRT-LLM ends with `Unsupported inputs_quant_strategy: {how}`"
             )
             yield where, f"{fault}; quantize as {takes}"
-        elif kind == "block" and inputs.get("group_size") != BLOCK[1]:
+        elif kind == "block" and inputs.get("group_size") != BLOCK_SIDES[1]:
             yield where, f"has groups of {inputs.get('group_size')}, which TensorRT-LLM refuses; quantize as {takes}"
         targets = [target for target in group.get("targets") or [] if isinstance(target, str)]
         classes = [target for target in targets if "." not in target and not target.startswith("re:")]
@@ -159,7 +159,7 @@ def scale_name_unread(served: Served) -> Broken:
     named = [
         name
         for codes in served.fp8.codes.values()
-        if codes.granularity == "tensor" and (codes.scheme is None or codes.scheme.weights == "tensor")
+        if codes.granularity == "tensor" and codes.scheme.weights in (None, "tensor")
         for name in (codes.scale, codes.input_scale)
         if name is not None and not name.endswith(theirs)
     ]
@@ -188,7 +188,7 @@ def form_misread(served: Served) -> Broken:
         static = said.get("activation_scheme") == "static"
         if not said.get("weight_block_size") and not static and "weight_block_size" in said:
             fault = "is FP8 with one scale a tensor and dynamic inputs, for which TensorRT-LLM makes modules in BF16"
-            yield CONFIG, f"{fault}, and copies codes into them; quantize in blocks of {BLOCK[0]}"
+            yield CONFIG, f"{fault}, and copies codes into them; quantize in blocks of {BLOCK_SIDES[0]}"
 
 
 @server_rule(

@@ -9,7 +9,7 @@ from ...calibrate.checkpoint.mtp_layers import vllm_name
 from ...calibrate.input.patterns import BoundedPattern, PatternFile
 from ...core.findings import Broken
 from ..reading.fp8_tensors import Checkpoint
-from ..reading.quantization_config import CONFIG, Matcher
+from ..reading.quantization_config import CONFIG
 from .rules_modules import joined_modules, vocabulary_table
 from .rules_scales import FLOAT_TYPES, readable
 from .rules_server_forms import ASK
@@ -348,7 +348,7 @@ def _leaves_out(served: Served, entry: str, module: str, source: PatternFile) ->
     if served.method.startswith("modelopt"):
         return fnmatchcase(module, entry) or (served.server == "vllm" and entry in module)
     if served.server == "transformers":
-        return served.declared is not None and Matcher(entry, served.declared.form, source).matches(module)
+        return served.declared is not None and served.declared.codec.matcher(entry, source).matches(module)
     if served.server == "sglang":
         if served.method == "compressed-tensors":
             newer = served.is_since("0.5.18")

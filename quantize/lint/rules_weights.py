@@ -53,7 +53,7 @@ def scale_alone(checkpoint: Checkpoint) -> Broken:
         return
     for name in checkpoint.tensors:
         module, _, last = name.rpartition(".")
-        if last in checkpoint.codec.weight_scales and f"{module}.weight" not in checkpoint.tensors:
+        if last in checkpoint.declared.codec.weight_scales and f"{module}.weight" not in checkpoint.tensors:
             yield name, f"is there, and {module}.weight is not; copy or download the checkpoint again"
 
 
@@ -113,7 +113,7 @@ def code_type(checkpoint: Checkpoint) -> Broken:
     """
     for name, tensor in checkpoint.tensors.items():
         module = name.removesuffix(".weight")
-        if tensor.dtype in OTHER_CODES and name != module and checkpoint.declared.scheme(module) is not None:
+        if tensor.dtype in OTHER_CODES and name != module and checkpoint.declared.scheme(module).weights:
             yield name, f"holds {tensor.dtype}; store its codes as {CODES}"
 
 

@@ -18,8 +18,13 @@ from .quantization_config import (
     stated_quantization,
 )
 
+_CODECS = (
+    COMPRESSED_TENSORS,
+    MODELOPT,
+    FINE_GRAINED,
+)
 #: Every codec, by its form, which is the `quant_method` of config.json.
-CODECS: Mapping[str, Codec] = {codec.form: codec for codec in (COMPRESSED_TENSORS, MODELOPT, FINE_GRAINED)}
+CODECS: Mapping[str, Codec] = {codec.form: codec for codec in _CODECS}
 
 
 def declared_form(directory: Path) -> DeclaredQuantization | None:

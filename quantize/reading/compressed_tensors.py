@@ -4,34 +4,130 @@ Sources: compressed-tensors 0.20 (`quantization/quant_args.py`, `quant_scheme.py
 `utils/match.py`), vLLM (`layers/quantization/compressed_tensors.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...calibrate.input.patterns import BoundedPattern, PatternFile
 from ...core.errors import InputError
-from ..scales.scheme import Granularity, Scheme
+from ...options import BF16, BLOCK, DYNAMIC, ONE
+from ..scales.scheme import BLOCK_SIDES, Granularity, Scheme
 from .quantization_config import (
-    BLOCK,
     Codec,
     DeclaredQuantization,
-    DeclaredScheme,
-    Inputs,
+    Matcher,
     SchemeGroup,
     block_sides,
     listed_names,
     refused,
-    usual_scheme,
 )
-from .quantization_fields import field_remarks
+from .quantization_fields import ARGUMENTS, FieldList, FieldRemark, asymmetric, unless
 
+#: Where transforms are computed while the model runs; at other places they are in the weights already.
+OFFLINE = ("weight_input", "weight_output")
 #: The parts of a weight that share a scale, as they are written.
 GRANULARITIES: tuple[Granularity, ...] = ("tensor", "channel", "block")
 #: compressed-tensors' presets that are FP8.
-PRESETS: Mapping[str, tuple[Granularity, Inputs]] = {
-    "FP8": ("tensor", "static"),
-    "FP8_DYNAMIC": ("channel", "dynamic"),
-    "FP8_BLOCK": ("block", "dynamic"),
+PRESETS: Mapping[str, Scheme] = {
+    "FP8": Scheme("tensor"),
+    "FP8_DYNAMIC": Scheme("channel", DYNAMIC),
+    "FP8_BLOCK": Scheme("block", BLOCK),
 }
+
+
+def online_transforms(said: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The places of `transform_config` that are computed while the model runs, by the name of the transform."""
+    config = said.get("transform_config")
+    schemes = config.get("config_groups") if isinstance(config, dict) else None
+    if not isinstance(schemes, dict):
+        if config:
+            return {"transform_config": ["unreadable"]}
+        return {}
+    places: dict[str, list[str]] = {}
+    for name, scheme in schemes.items():
+        applied = scheme.get("apply") if isinstance(scheme, dict) else None
+        locations = [str(entry.get("location")) for entry in applied or [] if isinstance(entry, dict)]
+        if online := [location for location in locations if location not in OFFLINE]:
+            places[f"{name}: {scheme.get('type')}"] = online
+    return places
+
+
+def _transforms(value: Any) -> str | None:
+    online = online_transforms({"transform_config": value})
+    listed = "; ".join(f"{name} at {', '.join(dict.fromkeys(places))}" for name, places in online.items())
+    if online:
+        return f"transforms while the model runs: {listed}"
+    return None
+
+
+def _sparse(value: Any) -> str | None:
+    form = value.get("format") if isinstance(value, dict) else value
+    if form in (None, "dense"):
+        return None
+    return f"weights stored as {form}"
+
+
+def _ordered(value: Any) -> str | None:
+    if str(value).lower() in ("group", "dynamic", "true"):
+        return "columns in another order"
+    return None
+
+
+_FIELDS = FieldList(
+    (
+        "quant_method", "format", "config_groups", "ignore", "kv_cache_scheme", "quantization_status", "version",
+        "global_compression_ratio", "run_compressed", "dequantize", "use_optimized_inference",
+        "packed_modules_mapping", "total_num_heads", "total_num_kv_heads",
+    ),
+    {
+        "transform_config": ("changes", _transforms),
+        "sparsity_config": ("changes", _sparse),
+        "moe_sparsity_config": ("changes", unless(None, what="experts that were taken out, by layer:")),
+        "linear_fp8_config": ("changes", unless(None, what="another form of all linear layers:")),
+    },
+)  # fmt: skip
+_GROUP_FIELDS = FieldList(
+    ("targets", "weights", "input_activations", "format"),
+    {"output_activations": ("inputs", unless(None, what="outputs that are rounded by"))},
+)
+_INPUT_FIELDS = FieldList(ARGUMENTS, {"symmetric": ("inputs", asymmetric)})
+#: The fields of a part of a group.
+_PART_FIELDS = {
+    "weights": FieldList(
+        ARGUMENTS,
+        {
+            "actorder": ("changes", _ordered),
+            "symmetric": ("changes", asymmetric),
+            "dynamic": ("changes", unless(None, False, what="weights that are rounded anew:")),
+        },
+    ),
+    "input_activations": _INPUT_FIELDS,
+    "output_activations": FieldList(ARGUMENTS),
+}
+
+
+def _remarks(said: Mapping[str, Any]) -> Iterator[FieldRemark]:
+    yield from _FIELDS.remarks(said)
+    groups = said.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        yield from _GROUP_FIELDS.remarks(group, f"config_groups.{name}.")
+        for part, fields in _PART_FIELDS.items():
+            inner = group.get(part) if isinstance(group, dict) else None
+            yield from fields.remarks(inner, f"config_groups.{name}.{part}.")
+    yield from _INPUT_FIELDS.remarks(said.get("kv_cache_scheme"), "kv_cache_scheme.")
+
+
+def _matcher(text: str, source: PatternFile) -> Matcher:
+    """Read a name, a regular expression after `re:`, or a class, which matches every module, since a checkpoint does
+    not tell classes.
+    """
+    expression = text.removeprefix("re:")
+    if expression != text:
+        return Matcher(text, BoundedPattern(expression, source).matches, 1)
+    if text.isidentifier() and text[:1].isupper():
+        return Matcher(text, lambda _: True, 2, is_class=True)
+    return Matcher(text, text.__eq__)
 
 
 def _declared(source: Path, said: dict[str, Any]) -> DeclaredQuantization:
@@ -48,15 +144,14 @@ def _declared(source: Path, said: dict[str, Any]) -> DeclaredQuantization:
         raise refused(source, f"the cache is {_kind(cache)}", _kind(cache))
     scheme = cache if isinstance(cache, dict) and not cache.get("dynamic", False) else None
     heads = scheme is not None and str(scheme.get("strategy", "")).lower() == "attn_head"
-    remarks = field_remarks("compressed-tensors", said)
-    return DeclaredQuantization(source, "compressed-tensors", schemes, ignore, scheme is not None, heads, remarks)
+    return DeclaredQuantization(source, COMPRESSED_TENSORS, said, schemes, ignore, scheme is not None, heads)
 
 
 def _group(source: Path, name: str, group: Any) -> SchemeGroup:
     if isinstance(group, list):
         if name.upper() not in PRESETS:
             raise refused(source, f"config_groups has the preset {name!r}", name)
-        return SchemeGroup(listed_names(group, source, name), usual_scheme(*PRESETS[name.upper()]))
+        return SchemeGroup(listed_names(group, source, name), PRESETS[name.upper()])
     if not isinstance(group, dict):
         raise InputError(source, f"config_groups.{name} is no object", "copy or download it again")
     said = group.get("weights")
@@ -68,12 +163,15 @@ def _group(source: Path, name: str, group: Any) -> SchemeGroup:
     granularity: Granularity | None = next((kind for kind in GRANULARITIES if kind == strategy), None)
     if granularity is None:
         raise refused(source, f"the weights of config_groups.{name} are FP8 by {strategy}", "mxfp8")
-    static = isinstance(activations, dict) and not activations.get("dynamic", False)
-    inputs: Inputs = "none" if not isinstance(activations, dict) else "static" if static else "dynamic"
-    block = (
-        (block_sides(said.get("block_structure"), source, "block_structure") or BLOCK) if strategy == "block" else None
-    )
-    scheme = DeclaredScheme(granularity, inputs, block)
+    form = BF16
+    if isinstance(activations, dict):
+        form = ONE
+        if activations.get("dynamic", False):
+            form = BLOCK if granularity == "block" else DYNAMIC
+    scheme = Scheme(granularity, form)
+    if granularity == "block":
+        sides = block_sides(said.get("block_structure"), source, "block_structure")
+        scheme = replace(scheme, block=sides or BLOCK_SIDES)
     return SchemeGroup(listed_names(group.get("targets"), source, f"config_groups.{name}.targets"), scheme)
 
 
@@ -94,8 +192,8 @@ def _written(scheme: Scheme, unquantized: Sequence[str]) -> dict[str, object]:
     """Declare the class Linear in `scheme`, with inputs scaled where they are served."""
     number = {"num_bits": 8, "type": "float", "symmetric": True}
     if scheme.weights == "block":
-        weights: dict[str, object] = {"strategy": "block", "block_structure": [*BLOCK], "dynamic": False}
-        inputs: dict[str, object] = {"strategy": "group", "group_size": BLOCK[1], "dynamic": True}
+        weights: dict[str, object] = {"strategy": "block", "block_structure": [*BLOCK_SIDES], "dynamic": False}
+        inputs: dict[str, object] = {"strategy": "group", "group_size": BLOCK_SIDES[1], "dynamic": True}
     else:
         weights = {"strategy": "channel", "dynamic": False}
         inputs = {"strategy": "token", "dynamic": True}
@@ -109,4 +207,12 @@ def _written(scheme: Scheme, unquantized: Sequence[str]) -> dict[str, object]:
     }
 
 
-COMPRESSED_TENSORS = Codec("compressed-tensors", ("weight_scale",), ("input_scale",), _declared, _written)
+COMPRESSED_TENSORS = Codec(
+    "compressed-tensors",
+    ("weight_scale",),
+    ("input_scale",),
+    _matcher,
+    _remarks,
+    _declared,
+    _written,
+)

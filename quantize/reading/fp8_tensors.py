@@ -28,9 +28,10 @@ from ...calibrate.checkpoint.weights import INDEX, SINGLE, read_index
 from ...calibrate.input.untrusted import exists, read_json
 from ...core.errors import InputError
 from ...core.headers import StoredTensor, read_header, value_bits
-from ..scales.scheme import Granularity
-from .codecs import CODECS, declared_form
-from .quantization_config import BLOCK, CONFIG, Codec, DeclaredQuantization, DeclaredScheme
+from ...options import DYNAMIC, ONE
+from ..scales.scheme import Granularity, Scheme
+from .codecs import declared_form
+from .quantization_config import CONFIG, DeclaredQuantization
 
 Float32s = npt.NDArray[np.float32]
 CODES = "F8_E4M3"
@@ -56,7 +57,7 @@ class Codes:
     shape: tuple[int, ...]
     scale: str | None
     input_scale: str | None
-    scheme: DeclaredScheme | None
+    scheme: Scheme
     granularity: Granularity | None = None
     block: tuple[int, int] | None = None
 
@@ -73,11 +74,6 @@ class Checkpoint:
     declared: DeclaredQuantization
     tensors: Mapping[str, StoredTensor]
     problems: tuple[tuple[str, str], ...]
-
-    @property
-    def codec(self) -> Codec:
-        """The codec of its form."""
-        return CODECS[self.declared.form]
 
     @cached_property
     def codes(self) -> Mapping[str, Codes]:
@@ -100,12 +96,13 @@ class Checkpoint:
             endings = [name if dot == "." else name.removeprefix("weight_") for name in names]
             return next((scale for end in endings if (scale := f"{module}{dot}{end}") in self.tensors), None)
 
-        scale = first(self.codec.weight_scales)
+        scale = first(self.declared.codec.weight_scales)
         scheme = self.declared.scheme(module)
         one_scale = scale is not None and prod(self.tensors[scale].shape) == 1 and not scale.endswith("_inv")
-        if one_scale and scheme is not None and self.declared.block_assumed:
-            scheme = replace(scheme, weights="tensor", block=None)  # as AutoFP8 writes it, and vLLM reads it
-        codes = Codes(module, weight, shape, scale, first(self.codec.input_scales), scheme)
+        if one_scale and scheme.weights and self.declared.block_assumed:
+            # as AutoFP8 writes it, and vLLM reads it
+            scheme = Scheme("tensor", ONE if scheme.input.static else DYNAMIC)
+        codes = Codes(module, weight, shape, scale, first(self.declared.codec.input_scales), scheme)
         if scale is None:
             return codes
         granularity, block = granularity_of(self.tensors[scale].shape, shape, scheme)
@@ -140,7 +137,7 @@ class Checkpoint:
         if codes.scale is None:
             raise InputError(
                 codes.weight,
-                f"has no scale ({' or '.join(self.codec.weight_scales)}), and codes without one say nothing",
+                f"has no scale ({' or '.join(self.declared.codec.weight_scales)}), and codes without one say nothing",
                 "export the checkpoint again",
             )
         if codes.block is None:
@@ -195,22 +192,21 @@ def cache_parts(name: str) -> str:
 
 
 def granularity_of(
-    scale: tuple[int, ...], weight: tuple[int, ...], scheme: DeclaredScheme | None
+    scale: tuple[int, ...], weight: tuple[int, ...], scheme: Scheme
 ) -> tuple[Granularity | None, tuple[int, int] | None]:
     """Find the granularity of a scale of shape `scale`, and the rows and columns of the weight that share a value.
 
     Where several fit, that of `scheme` counts; (None, None) where none fits.
     """
     *stack, rows, columns = weight
-    sides = scheme.block if scheme is not None and scheme.block is not None else BLOCK
+    sides = scheme.block
     grid = [-(-rows // sides[0]), -(-columns // sides[1])]
     shapes: dict[Granularity, tuple[list[list[int]], tuple[int, int]]] = {
         "tensor": ([[], [1], [1, 1]] if not stack else [stack, [*stack, 1], [*stack, 1, 1]], (rows, columns)),
         "channel": ([[*stack, rows], [*stack, rows, 1]], (1, columns)),
         "block": ([[*stack, *grid], [*stack, grid[0], 1, grid[1], 1]], sides),
     }
-    said = scheme.weights if scheme is not None else None
-    for granularity in sorted(shapes, key=lambda name: name != said):
+    for granularity in sorted(shapes, key=lambda name: name != scheme.weights):
         fitting, block = shapes[granularity]
         if list(scale) in fitting:
             return granularity, block

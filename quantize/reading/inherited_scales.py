@@ -19,7 +19,7 @@ from ...options import Clipping, ScaleOptions
 from ...options.declare import first_changed
 from ..codes.formats import E4M3
 from ..scales.activation_scales import described, group_of, unfit
-from ..scales.cache_scales import attentions_of, bf16_attentions, split_by_layer
+from ..scales.cache_scales import attentions_of, bf16_attentions
 from ..scales.decisions import CACHE_PARTS, INHERITED, Scales, Skipped, TensorScale
 from ..scales.policy import ModelGemms, select
 from .dequantized import FP8Source, InheritedCodes, fp8_source
@@ -80,8 +80,8 @@ def inherited_scales(source: Source, statistics: Statistics, gemms: ModelGemms, 
     parts = CACHE_PARTS[options.kv_cache]
     in_bf16 = bf16_attentions(options.kv_skip, attentions_of(statistics))
     activations, without_scale = inherited_activations(source, statistics, chosen)
-    codes, left = split_by_layer(inherited_cache(source, statistics, parts), in_bf16)
-    return Scales(weights={}, activations=activations, kv_cache=codes, wide_cache=left, skipped=skipped | without_scale)
+    cache = inherited_cache(source, statistics, parts)
+    return Scales.before_weights(activations, cache, in_bf16, skipped | without_scale)
 
 
 def inherited_activations(

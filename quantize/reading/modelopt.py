@@ -4,30 +4,58 @@ reads that, and transformers 5.23 does not know it.
 Sources: ModelOpt 0.47 (`export/quant_utils.py`, `convert_hf_config.py`), vLLM (`layers/quantization/modelopt.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...calibrate.input.patterns import PatternFile
 from ...core.errors import InputError
-from ..scales.scheme import Granularity
+from ...options import BF16, DYNAMIC
+from ..scales.scheme import Scheme
 from .quantization_config import (
     Codec,
     DeclaredQuantization,
-    DeclaredScheme,
-    Inputs,
+    Matcher,
     SchemeGroup,
     listed_names,
     refused,
-    usual_scheme,
 )
-from .quantization_fields import field_remarks
+from .quantization_fields import Effect, FieldList, FieldRemark, unless
 
 #: ModelOpt's algorithms, in capitals.
-ALGORITHMS: Mapping[str, tuple[Granularity, Inputs]] = {
-    "FP8": ("tensor", "static"),
-    "FP8_PER_CHANNEL_PER_TOKEN": ("channel", "dynamic"),
-    "FP8_PB_WO": ("block", "none"),
+ALGORITHMS: Mapping[str, Scheme] = {
+    "FP8": Scheme("tensor"),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("channel", DYNAMIC),
+    "FP8_PB_WO": Scheme("block", BF16),
 }
+#: The fields that change the values of a model or of a layer.
+_MEANT: Mapping[str, tuple[Effect, Callable[[Any], str | None]]] = {
+    "pre_quant_scale": ("changes", unless(False, None, what="inputs that are scaled first:")),
+    "has_zero_point": ("changes", unless(False, None, what="values beside a zero point:")),
+    "lora_rank": ("changes", unless(0, None, what="a GEMM beside each, of rank")),
+}
+_FIELDS = FieldList(
+    (
+        "quant_method", "quant_algo", "kv_cache_quant_algo", "kv_cache_scheme", "exclude_modules", "ignore",
+        "quantized_layers", "config_groups", "producer", "group_size", "quantization",
+    ),
+    _MEANT,
+)  # fmt: skip
+_LAYER_FIELDS = FieldList(("quant_algo", "group_size", "awq_block_size"), _MEANT)
+
+
+def _remarks(said: Mapping[str, Any]) -> Iterator[FieldRemark]:
+    yield from _FIELDS.remarks(said)
+    layers = said.get("quantized_layers")
+    for name, layer in layers.items() if isinstance(layers, dict) else ():
+        yield from _LAYER_FIELDS.remarks(layer, f"quantized_layers.{name}.")
+
+
+def _matcher(text: str, _: PatternFile) -> Matcher:
+    """Read a file name pattern."""
+    return Matcher(text, partial(fnmatchcase, pat=text), 2 if text == "*" else 0)
 
 
 def _declared(source: Path, said: Any) -> DeclaredQuantization:
@@ -47,15 +75,14 @@ def _declared(source: Path, said: Any) -> DeclaredQuantization:
     if cache and not (isinstance(cache, dict) or str(cache).upper() == "FP8"):
         raise refused(source, f"the cache is {cache}", str(cache))
     names = listed_names(ignore, source, "exclude_modules")
-    remarks = field_remarks("modelopt", said)
-    return DeclaredQuantization(source, "modelopt", tuple(groups), names, bool(cache), remarks=remarks)
+    return DeclaredQuantization(source, MODELOPT, said, tuple(groups), names, bool(cache))
 
 
-def _scheme_of(source: Path, algorithm: str) -> DeclaredScheme:
+def _scheme_of(source: Path, algorithm: str) -> Scheme:
     if algorithm.upper() not in ALGORITHMS:
         of = "awq" if algorithm.upper().startswith("W4A16") and "NVFP4" not in algorithm.upper() else algorithm
         raise refused(source, f"quant_method is 'modelopt' with quant_algo {algorithm or None!r}", of)
-    return usual_scheme(*ALGORITHMS[algorithm.upper()])
+    return ALGORITHMS[algorithm.upper()]
 
 
-MODELOPT = Codec("modelopt", ("weight_scale",), ("input_scale",), _declared)
+MODELOPT = Codec("modelopt", ("weight_scale",), ("input_scale",), _matcher, _remarks, _declared)

@@ -2,70 +2,44 @@
 
 A form is read, and some are written, by its `Codec` (`codecs`). Where the tensors differ from the configuration,
 `fp8_tensors` goes by the tensors, and the lint (`quantize.lint`) reports the difference.
-
-Each form names modules in another way. compressed-tensors has names, regular expressions after `re:`, and classes of
-modules. ModelOpt has file name patterns. transformers' fine-grained FP8 takes each entry both for a regular expression,
-matched from the first letter on, and for the end of a name (`should_convert_module`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from ...calibrate.input.patterns import BoundedPattern, PatternFile
+from ...calibrate.input.patterns import PatternFile
 from ...calibrate.input.untrusted import read_json
 from ...core.errors import InputError
-from ..scales.scheme import Granularity, Scheme
+from ..scales.scheme import UNQUANTIZED, Scheme
 from .quantization_fields import FieldRemark
 
-FileForm = Literal["compressed-tensors", "modelopt", "fp8"]
 
-
+@dataclass(frozen=True)
 class Matcher:
-    """One entry of a list of modules, matched as the form's own loader does.
+    """An entry of a list of modules, and its matching of names as the format's own loader does it.
 
-    `rank`: 0 for a name, 1 for a pattern, 2 for a class; of several entries that match, the lowest rank counts.
+    `rank`: 0 for a name, 1 for a pattern, 2 for a class or for every module; of several entries that match, the lowest
+    rank counts.
     """
 
-    def __init__(self, text: str, form: FileForm, source: PatternFile):
-        """Take the entry `text` of the file `source`.
-
-        Raises InputError for an expression that does not compile, or that might take forever to match.
-        """
-        self.text = text
-        self.form = form
-        expression = text.removeprefix("re:") if form == "compressed-tensors" else text
-        is_expression = form == "fp8" or expression != text
-        self.is_class = not is_expression and text.isidentifier() and text[:1].isupper()
-        self.rank = 2 if self.is_class or text == "*" else 1 if is_expression else 0
-        self.expression = BoundedPattern(expression, source) if is_expression else None
-
-    def matches(self, module: str) -> bool:
-        """Tell whether the entry matches `module`; a class matches all, since a checkpoint does not tell classes.
-
-        Raises InputError where that may take forever.
-        """
-        if self.is_class:
-            return True
-        if self.form == "modelopt":
-            return fnmatchcase(module, self.text)
-        if self.expression is None:
-            return module == self.text
-        return self.expression.matches(module) or (self.form == "fp8" and module.endswith(self.text))
+    text: str
+    matches: Callable[[str], bool]
+    rank: int = 0
+    is_class: bool = False
 
 
 CONFIG = "config.json"
 MODELOPT_CONFIG = "hf_quant_config.json"
-#: Inputs have one scale in the checkpoint, a scale that is computed at run time, or are not quantized.
-Inputs = Literal["static", "dynamic", "none"]
 #: The forms that are read, for error messages.
-READ = (
-    "compressed-tensors (float-quantized), modelopt (FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO) and fp8 (blocks or "
-    "one scale a tensor)"
+_FORMS = (
+    "compressed-tensors (float-quantized)",
+    "modelopt (FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO)",
+    "fp8 (blocks or one scale a tensor)",
 )
+READ = f"{', '.join(_FORMS[:-1])} and {_FORMS[-1]}"
 ORIGINAL = "give the checkpoint it was made from, in BF16"
 #: The format of fp8q's checkpoints that no other loader has a form for; they name no `quant_method`.
 FP8Q_FORM = "fp8q"
@@ -86,17 +60,6 @@ OTHERS = (
     ("pack-quantized", "INT4 or INT8", ORIGINAL),
     ("int-quantized", "INT8", ORIGINAL),
 )
-#: The block of transformers and vLLM where a configuration of fine-grained FP8 names none; ModelOpt never names one.
-BLOCK = (128, 128)
-
-
-@dataclass(frozen=True)
-class DeclaredScheme:
-    """The quantization of a module; `block`: rows and columns of the weight that share a scale, where it has blocks."""
-
-    weights: Granularity
-    inputs: Inputs
-    block: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -104,27 +67,38 @@ class SchemeGroup:
     """The modules that `targets` match, under one scheme."""
 
     targets: tuple[str, ...]
-    scheme: DeclaredScheme
+    scheme: Scheme
 
 
 @dataclass(frozen=True)
 class DeclaredQuantization:
-    """The quantization configuration in the file `source`: its form, the schemes of modules, the modules that stay in
-    BF16 (`ignore`), whether the `cache` has scales, and whether these are of its heads (`cache_heads`).
+    """The quantization configuration in the file `source`: its codec, its fields (`said`), the schemes of modules, the
+    modules that stay in BF16 (`ignore`), whether the `cache` has scales, and whether these are of its heads
+    (`cache_heads`).
 
-    `ignore` None: the configuration does not say, and each loader applies a default of its own. `remarks`: the fields
-    that are not read. `block_assumed`: the form fp8 names no block, which transformers takes for one of 128 × 128, and
-    vLLM and SGLang for one scale a tensor, as AutoFP8 writes it.
+    `ignore` None: the configuration does not say, and each loader applies a default of its own. `block_assumed`: the
+    form fp8 names no block, which transformers takes for one of 128 × 128, and vLLM and SGLang for one scale a tensor,
+    as AutoFP8 writes it.
     """
 
     source: Path
-    form: FileForm
+    codec: "Codec"
+    said: Mapping[str, Any]
     groups: tuple[SchemeGroup, ...]
     ignore: tuple[str, ...] | None
     cache: bool
     cache_heads: bool = False
-    remarks: tuple[FieldRemark, ...] = ()
     block_assumed: bool = False
+
+    @property
+    def form(self) -> str:
+        """The form of the checkpoint."""
+        return self.codec.form
+
+    @cached_property
+    def remarks(self) -> tuple[FieldRemark, ...]:
+        """The fields that are not read."""
+        return tuple(self.codec.remarks(self.said))
 
     @cached_property
     def _patterns(self) -> PatternFile:
@@ -132,13 +106,13 @@ class DeclaredQuantization:
 
     @cached_property
     def _matchers(self) -> tuple[Matcher, ...]:
-        return tuple(Matcher(pattern, self.form, self._patterns) for pattern in self.ignore or ())
+        return tuple(self.codec.matcher(pattern, self._patterns) for pattern in self.ignore or ())
 
     @cached_property
-    def _targets(self) -> tuple[tuple[Matcher, DeclaredScheme], ...]:
+    def _targets(self) -> tuple[tuple[Matcher, Scheme], ...]:
         """Matchers of all targets with their schemes, the most specific first (compressed-tensors' `match_targets`)."""
         targets = [
-            (Matcher(target, self.form, self._patterns), group.scheme)
+            (self.codec.matcher(target, self._patterns), group.scheme)
             for group in self.groups
             for target in group.targets
         ]
@@ -148,11 +122,11 @@ class DeclaredQuantization:
         """The entry of `ignore` that leaves a module out; None where there is none."""
         return next((matcher.text for matcher in self._matchers if matcher.matches(module)), None)
 
-    def scheme(self, module: str) -> DeclaredScheme | None:
-        """The scheme of a module; None where it is in `ignore` or no target matches it."""
+    def scheme(self, module: str) -> Scheme:
+        """The scheme of a module, which stays in BF16 where it is in `ignore` or no target matches it."""
         if self.ignored_by(module) is not None:
-            return None
-        return next((scheme for matcher, scheme in self._targets if matcher.matches(module)), None)
+            return UNQUANTIZED
+        return next((scheme for matcher, scheme in self._targets if matcher.matches(module)), UNQUANTIZED)
 
     def target_of(self, module: str) -> Matcher | None:
         """The target that a module's scheme is by, a name or an expression before a class; None where none matches."""
@@ -163,14 +137,19 @@ class DeclaredQuantization:
 class Codec:
     """A form of checkpoints, read and written.
 
-    `weight_scales`, `input_scales`: the names that a scale may have beside its weight, of which the form's own loader
-    reads the first. `declared`: reads the quantization configuration of a file. `written`: makes the configuration of
-    modules in one scheme, of which those named are left out; None where the form is not written.
+    `form`: its name, the `quant_method` of config.json. `weight_scales`, `input_scales`: the names that a scale may
+    have beside its weight, of which the form's own loader reads the first. `matcher`: reads an entry of a file's lists
+    of modules; raises InputError for an expression that does not compile, or may take forever to match. `remarks`: the
+    fields of a configuration that are not read. `declared`: reads the quantization configuration of a file. `written`:
+    makes the configuration of modules in one scheme, of which those named are left out; None where the form is not
+    written.
     """
 
-    form: FileForm
+    form: str
     weight_scales: tuple[str, ...]
     input_scales: tuple[str, ...]
+    matcher: Callable[[str, PatternFile], Matcher]
+    remarks: Callable[[Mapping[str, Any]], Iterator[FieldRemark]]
     declared: Callable[[Path, Any], DeclaredQuantization]
     written: Callable[[Scheme, Sequence[str]], dict[str, object]] | None = None
 
@@ -215,11 +194,6 @@ def listed_names(value: Any, source: Path, key: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise InputError(source, f"{key} is no list of names", "copy or download it again")
     return tuple(value)
-
-
-def usual_scheme(weights: Granularity, inputs: Inputs) -> DeclaredScheme:
-    """Make the scheme of an algorithm or preset, whose blocks are of the usual size."""
-    return DeclaredScheme(weights, inputs, BLOCK if weights == "block" else None)
 
 
 def block_sides(value: Any, source: Path, key: str) -> tuple[int, int] | None:

@@ -28,7 +28,7 @@ from .clip import (
     sqnr_db,
     underflow,
 )
-from .decisions import RUN_TIME_FLAGS, Skipped, TensorScale
+from .decisions import Skipped, TensorScale
 from .expert_scales import Starved
 
 
@@ -151,9 +151,7 @@ def activation_scales(
             form = forms.get(module, ONE)
             grid = TWO_TERMS if form.terms == 2 else format
             decided = _scale_or_reason(statistics.tensors.get(name), clipping, grid, starved.get(module))
-            form_fields = {"tail": form.tail, "dynamic": form.at_run_time or None}
-            form_fields |= {flag: form == other or None for flag, other in RUN_TIME_FLAGS.items()}
-            chosen[name] = decided if isinstance(decided, Skipped) else decided.model_copy(update=form_fields)
+            chosen[name] = decided if isinstance(decided, Skipped) else decided.with_form(form)
         decision = chosen[name]
         if isinstance(decision, Skipped):
             skipped[module] = decision

@@ -119,11 +119,3 @@ def query_scales(
         if reason := unfit(tensor.histogram):
             raise InputError(name, reason.reason, "leave out --q-scale")
     return {name: scaled_by_head(name, tensor, clipping, heads) for name, tensor in queries.items()}
-
-
-def split_by_layer(
-    cache: Mapping[str, TensorScale], in_bf16: Collection[str]
-) -> tuple[dict[str, TensorScale], dict[str, TensorScale]]:
-    """Split the scales of the `cache` into those of codes, and those of the modules `in_bf16`."""
-    left = {name: scale for name, scale in cache.items() if name.rpartition(".")[0] in in_bf16}
-    return {name: scale for name, scale in cache.items() if name not in left}, left

@@ -8,7 +8,7 @@ from ...calibrate.model.gemms import attention_heads
 from ...calibrate.model.source import Source
 from ...options import BF16, BLOCK, ScaleOptions
 from .activation_scales import activation_scales
-from .cache_scales import attentions_of, bf16_attentions, kv_cache_scales, split_by_layer
+from .cache_scales import attentions_of, bf16_attentions, kv_cache_scales
 from .decisions import CACHE_PARTS, Scales
 from .expert_scales import starved
 from .policy import ModelGemms, module_forms, select
@@ -30,12 +30,6 @@ def choose_scales(source: Source, statistics: Statistics, gemms: ModelGemms, opt
             for module, scale in activations.items()
         }
     heads = attention_heads(source.text_config) if options.kv_scale == "head" else {}
-    codes, left = split_by_layer(kv_cache_scales(statistics, options.clip, parts, in_bf16, heads), in_bf16)
-    return Scales(
-        weights={},
-        activations=activations,
-        kv_cache=codes,
-        wide_cache=left,
-        skipped=skipped | unfit,
-        bf16_inputs=[module for module in chosen if module not in coded],
-    )
+    cache = kv_cache_scales(statistics, options.clip, parts, in_bf16, heads)
+    alone = [module for module in chosen if module not in coded]
+    return Scales.before_weights(activations, cache, in_bf16, skipped | unfit, alone)

@@ -1,6 +1,6 @@
 """`scales.json`: each tensor's decision, or why its module stays in BF16; `attention.json`."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -104,6 +104,12 @@ def run_time_form(flagged: object) -> Form:
     return next((form for flag, form in RUN_TIME_FLAGS.items() if getattr(flagged, flag)), DYNAMIC)
 
 
+def form_flags(form: Form) -> dict[str, Any]:
+    """Spell `form` in the fields of a scale, or of its row in the report."""
+    flags = {flag: form == other or None for flag, other in RUN_TIME_FLAGS.items()}
+    return {"terms": form.terms, "tail": form.tail, "dynamic": form.at_run_time or None, **flags}
+
+
 class TensorScale(Lossy):
     """One activation's or cache tensor's scale; shares are fractions.
 
@@ -164,6 +170,10 @@ class TensorScale(Lossy):
             return Form("tail", self.tail)
         return ONE if self.terms == 1 else TWO
 
+    def with_form(self, form: Form) -> "TensorScale":
+        """Return this scale, and all that is said of it, as that of an input in `form`."""
+        return self.model_copy(update=form_flags(form))
+
     @property
     def fits_fp16(self) -> bool:
         """Tell whether an FP16 graph holds every code × scale: FP16's smallest number is 2^-24, E4M3's 2^-9.
@@ -207,6 +217,30 @@ class Scales(Strict):
         default_factory=list, description="the modules of which the weight alone is codes; their input stays in BF16"
     )
 
+    @classmethod
+    def before_weights(
+        cls,
+        activations: dict[str, TensorScale],
+        cache: Mapping[str, TensorScale],
+        in_bf16: Collection[str],
+        skipped: dict[str, Skipped],
+        weights_alone: Iterable[str] = (),
+    ) -> "Scales":
+        """Return the decisions on all but the weights, whose scales follow when they are written.
+
+        `cache`: the scales of every layer, also of the attention modules `in_bf16`, whose cache stays in the compute
+        type.
+        """
+        left = {name: scale for name, scale in cache.items() if name.rpartition(".")[0] in in_bf16}
+        return cls(
+            weights={},
+            activations=activations,
+            kv_cache={name: scale for name, scale in cache.items() if name not in left},
+            wide_cache=left,
+            skipped=skipped,
+            bf16_inputs=[*weights_alone],
+        )
+
     @property
     def modules(self) -> list[str]:
         """The modules whose weight is codes, or shall be."""
@@ -246,7 +280,7 @@ class Scales(Strict):
     @property
     def static_inputs(self) -> dict[str, TensorScale]:
         """The scales in `activations` that the checkpoint stores."""
-        return {module: activation for module, activation in self.activations.items() if not activation.dynamic}
+        return {module: activation for module, activation in self.activations.items() if activation.form.static}
 
     @property
     def fp8_gemms(self) -> list[str]:
@@ -277,6 +311,11 @@ class Scales(Strict):
     def bf16_caches(self) -> list[str]:
         """The attention modules whose cache stays in BF16 beside others in FP8."""
         return [*dict.fromkeys(name.rpartition(".")[0] for name in self.wide_cache)]
+
+    @property
+    def loaded_caches(self) -> dict[str, TensorScale]:
+        """The scales that loaders expect among the weights: of the cache of every layer, and of queries."""
+        return self.kv_cache | self.wide_cache | self.queries
 
     @property
     def cache_left(self) -> str:

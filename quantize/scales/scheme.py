@@ -21,6 +21,8 @@ from ...options import AT_RUN_TIME, BF16, ONE, TWO, Form
 
 #: The part of a weight that shares a scale: all of it, an output channel, or a block.
 Granularity = Literal["tensor", "channel", "block"]
+#: The rows and columns of a weight's block where a configuration names none; ModelOpt never names any.
+BLOCK_SIDES = (128, 128)
 #: The field of config.json for the layers that an FP8 cache leaves out.
 BF16_CACHE = "wide_cache"
 _TWO_CODES = "two_terms"
@@ -34,12 +36,18 @@ class Scheme:
     """The quantization of a module.
 
     `weights`: the part of the weight that shares a scale; None: the module stays in BF16, for the `reason`. `input`:
-    the form of its input.
+    the form of its input, as far as a checkpoint that fp8q did not write declares it. `block`: the rows and columns of
+    a block, where the weight has blocks.
     """
 
     weights: Granularity | None = "channel"
     input: Form = ONE
     reason: str | None = None
+    block: tuple[int, int] = BLOCK_SIDES
+
+
+#: The scheme of a module that is not quantized.
+UNQUANTIZED = Scheme(None, BF16)
 
 
 def modules_in(forms: Mapping[str, Form], *wanted: Form) -> list[str]:

@@ -120,7 +120,7 @@ def _sqnr_db(scales: Scales, site: Site) -> float | None:
     if site.kind == "weight":
         return scales.weights[site.module].sqnr_db
     scale = (scales.activations if site.kind == "activation" else scales.kv_cache)[site.module]
-    return None if scale.dynamic else scale.sqnr_db
+    return scale.sqnr_db if scale.form.static else None
 
 
 def load_sensitivity(run: Run) -> Sensitivity:

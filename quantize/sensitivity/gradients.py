@@ -25,7 +25,7 @@ from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.measure.scoring import log_softmax, losses
 from ...calibrate.model.caches import new_cache
 from ...calibrate.model.expert_modules import shared_inputs
-from ...options import TWO
+from ...options import DYNAMIC, TWO
 from .document import AS_IT_IS, BY_TOKEN, TWO_TERMS, Predicted, Site
 from .site_quantizers import Quantizer
 
@@ -115,8 +115,8 @@ def _losses(
     form = quantizer.scales.activations[site.module].form
     part = tensor[::TWO_TERMS_OF]
     other_errors = {
-        TWO_TERMS: None if form == TWO else quantizer.input_error(site.module, part, terms=2),
-        BY_TOKEN: quantizer.error_by_token(site.module, part) if form.static and form != TWO else None,
+        TWO_TERMS: None if form == TWO else quantizer.input_error(site.module, part, TWO),
+        BY_TOKEN: quantizer.input_error(site.module, part, DYNAMIC) if form.static and form != TWO else None,
     }
     for name, error in other_errors.items():
         if error is not None:

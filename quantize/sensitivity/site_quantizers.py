@@ -6,7 +6,7 @@ Each is quantized as the run's checkpoint has it: the codes and scales are read 
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.model.gemms import attention_modules, observed_gemms, output_channel_axis
 from ...calibrate.text.evaluation import prompt_of
+from ...options import ONE, TWO, Form
 from ..reference.fp8_model import experts_around, fp8_cache, round_to_codes
 from ..reference.linear import CallPositions, FP8Linear, Tail
 from ..scales.clip import power_of_two_ceil
@@ -42,7 +43,7 @@ def input_with_tail(x: torch.Tensor, activation: TensorScale, tail: Tail) -> tor
     rows = tail.rows(x.flatten(0, -2))
     if rows is None:
         return exact
-    first = gemm_input(x, activation.model_copy(update={"terms": 1})).flatten(0, -2)
+    first = gemm_input(x, activation.with_form(ONE)).flatten(0, -2)
     first[rows] = exact.flatten(0, -2)[rows]
     return first.view_as(x)
 
@@ -104,26 +105,26 @@ class Quantizer:
             return prompt_of(positions)
         return 1
 
-    def input_error(self, module: str, x: torch.Tensor, terms: Literal[1, 2] | None = None) -> torch.Tensor:
-        """Compute the error of rounding the input `x` of `module`; in so many `terms`, by default the run's."""
-        return (self.input(module, x) if terms is None else self._in_terms(module, x, terms)) - x
+    def input_error(self, module: str, x: torch.Tensor, form: Form | None = None) -> torch.Tensor:
+        """Compute the error of rounding the input `x` of `module`; in `form`, by default the run's.
 
-    def error_by_token(self, module: str, x: torch.Tensor) -> torch.Tensor:
-        """Compute the error of rounding the input `x` of `module` to one code under a scale for each token."""
-        by_token = {"terms": 1, "tail": None, "dynamic": True}
-        return gemm_input(x, self.scales.activations[module].model_copy(update=by_token)) - x
-
-    def _in_terms(self, module: str, x: torch.Tensor, terms: Literal[1, 2]) -> torch.Tensor:
-        activation = self.scales.activations[module]
-        return gemm_input(x, activation if terms == activation.terms else in_terms(activation, terms))
+        Two codes take the power of two at or above the run's scale.
+        """
+        if form is None:
+            return self.input(module, x) - x
+        activation = self.scales.activations[module].with_form(form)
+        if form == TWO:
+            activation = activation.model_copy(update={"scale": float(power_of_two_ceil(activation.scale))})
+        return gemm_input(x, activation) - x
 
     def input(self, module: str, x: torch.Tensor) -> torch.Tensor:
         """Round the input `x` of `module` as the run has it."""
         activation = self.scales.activations[module]
-        if activation.tail is None:
+        tail = activation.form.tail
+        if tail is None:
             return gemm_input(x, activation)
         call = CallPositions(self.positions, self.positions - self.prompt(self.positions))
-        return input_with_tail(x, activation, Tail(activation.tail, call, self._experts.get(module)))
+        return input_with_tail(x, activation, Tail(tail, call, self._experts.get(module)))
 
     def output_error(self, module: str, x: torch.Tensor) -> torch.Tensor:
         """Compute the change of the output of `module` for the input `x` when its weight is rounded."""
@@ -158,9 +159,3 @@ class Quantizer:
                     stack.callback(hook.remove)
             scales = {site.module: self.cache_scales[site.module]} if site.kind == "kv_cache" else {}
             yield fp8_cache(scales, self.model)
-
-
-def in_terms(activation: TensorScale, terms: Literal[1, 2]) -> TensorScale:
-    """The decision for an activation if it had so many `terms`: two take the power of two at or above its scale."""
-    scale = float(power_of_two_ceil(activation.scale)) if terms == 2 else activation.scale
-    return activation.model_copy(update={"terms": terms, "scale": scale, "dynamic": None, "block": None})

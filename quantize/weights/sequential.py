@@ -109,7 +109,7 @@ def gemm_input(x: torch.Tensor, activation: TensorScale) -> torch.Tensor:
         scales = RUN_TIME_SCALES[activation.form.kind](x)
         return code_values(x, scales).mul_(scales)
     scale = torch.full((), activation.scale, device=x.device)  # `torch.tensor` would wait for a GPU
-    if activation.terms == 1:
+    if activation.form.terms == 1:
         return code_values(x, scale).mul_(scale)
     first, second = two_code_values(x, scale)
     return first.add_(second, alpha=1 / TWO_TERMS.divisor).mul_(scale)

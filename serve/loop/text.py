@@ -74,15 +74,12 @@ class ModelFileError(ValueError):
 class Vocabulary:
     """The parts of a model that the loop needs besides the graph: tokenizer, ids that begin and end a text, number of
     positions.
-
-    `tailed`: its inputs have second terms only at the end of a prompt and in decoded tokens.
     """
 
     tokenizer: "Tokenizer"
     begin: int | None
     end: frozenset[int]
     positions: int
-    tailed: bool = False
 
     @classmethod
     def read(cls, directory: Path) -> "Vocabulary":
@@ -112,8 +109,7 @@ class Vocabulary:
         named = special_tokens(directory).get("eos_token")
         if named and (token := tokenizer.token_to_id(named)) is not None:
             end.append(token)
-        tailed = isinstance(fp8q_fields, dict) and bool(fp8q_fields.get("tails"))
-        return cls(tokenizer, begin[0] if begin else None, frozenset(end), positions, tailed)
+        return cls(tokenizer, begin[0] if begin else None, frozenset(end), positions)
 
     def encode(self, prompt: str, special_tokens: bool = True) -> list[int]:
         """Token ids of `prompt`, with the `special_tokens` that the tokenizer puts around a text.

@@ -228,7 +228,7 @@ def _without_prompt_logprobs(fields: CompletionFields, model: Model, prompts: Pr
             f"are kept until all answers are whole, at most {MOST_LISTED:,} of several prompts, and these may have "
             f"{listed:,}; send fewer prompts in a request"
         )
-    if model.vocabulary.tailed:
+    if model.tailed:
         return (
             "are of tokens taken in one by one, and this model reads the end of a prompt in another form than the rest "
             "of it; ask for the logprobs of one token behind beginnings of the prompt"

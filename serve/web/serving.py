@@ -27,13 +27,16 @@ UNREAD_SECONDS = 2.0
 
 
 class Model:
-    """A model that is served under a name."""
+    """A model that is served under a name; `tailed`: its inputs have second codes only at the end of a prompt and in
+    decoded tokens.
+    """
 
-    def __init__(self, name: str, precision: str, runtime: str, generator: Generator):
+    def __init__(self, name: str, precision: str, runtime: str, generator: Generator, *, tailed: bool = False):
         """`generator` is nobody else's from now on."""
         self.name = name
         self.precision = precision
         self.runtime = runtime
+        self.tailed = tailed
         self.vocabulary = generator.vocabulary
         self.positions = generator.positions
         self.service = Service(generator)

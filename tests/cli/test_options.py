@@ -70,7 +70,7 @@ def arguments_of(command: str) -> Iterator[Argument]:
 def test_the_help_shows_every_option_with_words_in_its_panel(
     fp8q: Fp8q, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    monkeypatch.setattr(commands.app, "_console", Console(width=400))  # cyclopts keeps the first one it makes
+    monkeypatch.setattr(commands.app, "_console", Console(width=1000))  # cyclopts keeps the first one it makes
     panels: dict[str, str] = {}
     for line in fp8q(command, "--help-all").out.splitlines():
         if line.startswith("╭─ "):

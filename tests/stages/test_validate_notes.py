@@ -39,28 +39,28 @@ def test_too_few_windows_are_noted_with_what_helps(
 
 
 @pytest.mark.parametrize(
-    ("prompt", "tails", "expected"),
+    ("prompt", "tail", "expected"),
     [
-        (None, False, (None, None)),  # whole windows
-        (None, True, (307, 2050)),  # ten windows of 205
-        (448, True, (448, 2048)),  # 32 windows of 64: once all of the text, 3 h 27 min for 1 h 3 min
-        (448, False, (448, 2048)),
-        (128, True, (128, 3840)),  # ten windows of 384
-        (510, True, (510, 128)),  # 64 windows of two: a prompt costs as well, and 32,768 tokens are 64 windows
-        (512, True, (512, None)),  # refused later: nothing is left to decode
+        (None, 0, (None, None)),  # whole windows
+        (None, 64, (307, 2050)),  # ten windows of 205
+        (448, 64, (448, 2048)),  # 32 windows of 64: once all of the text, 3 h 27 min for 1 h 3 min
+        (448, 0, (448, 2048)),
+        (128, 64, (128, 3840)),  # ten windows of 384
+        (510, 64, (510, 128)),  # 64 windows of two: a prompt costs as well, and 32,768 tokens are 64 windows
+        (512, 64, (512, None)),  # refused later: nothing is left to decode
     ],
 )
 def test_a_cpu_decodes_few_tokens_whatever_the_prompt(
-    prompt: int | None, tails: bool, expected: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
+    prompt: int | None, tail: int, expected: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fp8q.stages.validate.device", lambda: "cpu")
-    served = behind_a_prompt(ValidateOptions(as_served=prompt), 512, tails=tails)
+    served = behind_a_prompt(ValidateOptions(as_served=prompt), 512, tail)
     assert (served.as_served, served.max_tokens) == expected
-    asked = behind_a_prompt(ValidateOptions(as_served=prompt, max_tokens=9_999), 512, tails=tails)
+    asked = behind_a_prompt(ValidateOptions(as_served=prompt, max_tokens=9_999), 512, tail)
     assert asked.max_tokens == 9_999
 
 
 def test_a_gpu_decodes_all_behind_half_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8q.stages.validate.device", lambda: "cuda")
-    served = behind_a_prompt(ValidateOptions(), 512, tails=True)
+    served = behind_a_prompt(ValidateOptions(), 512, 64)
     assert (served.as_served, served.max_tokens) == (256, None)

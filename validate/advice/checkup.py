@@ -1,7 +1,7 @@
 """The result of a check (verdict, module, value), the command that helps, and the tables that show both."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite, isnan
 from shlex import quote
 from typing import Literal
@@ -11,6 +11,7 @@ from pydantic import Field
 from ...core.columns import Table, text_column
 from ...core.errors import GateError
 from ...core.files import FirstSchema, Strict
+from ...options import ScaleOptions
 from ...quantize.scales.decisions import TensorScale
 from .criteria import Criterion, Limit
 
@@ -158,8 +159,7 @@ def remedies(checks: Sequence[Check]) -> list[str]:
 class Remedies:
     """Make the commands of remedies.
 
-    `run`: the run's directory. `two_terms`, `forms`, `skip`, `kv_skip`: what `fp8q scales` was given. `cached`: the
-    attention modules whose cache is codes.
+    `run`: the run's directory. `chosen`: its options of scales. `cached`: the attention modules whose cache is codes.
 
     An option with several patterns replaces the run's, so the run's patterns are repeated.
     """
@@ -168,10 +168,7 @@ class Remedies:
     model: str
     data: str
     samples: int
-    two_terms: tuple[str, ...] = ()
-    forms: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
-    kv_skip: tuple[str, ...] = ()
+    chosen: ScaleOptions = field(default_factory=ScaleOptions)
     cached: tuple[str, ...] = ()
 
     def scales(self, *words: str) -> str:
@@ -180,9 +177,9 @@ class Remedies:
 
     def two(self, pattern: str) -> str:
         """Take two terms for modules that match `pattern`, and for those that have them already."""
-        if self.forms:
-            return self.scales(*_repeated("--form", (*self.forms, f"{pattern}=two")))
-        return self.scales(*_repeated("--two-terms", (*self.two_terms, pattern)))
+        if self.chosen.form:
+            return self.scales(*_repeated("--form", (*self.chosen.form, f"{pattern}=two")))
+        return self.scales(*_repeated("--two-terms", (*self.chosen.two_terms, pattern)))
 
     def in_bf16(self, tensor: str) -> str:
         """Keep a tensor in BF16: a module by --skip; keys and values with their layer by --kv-skip, or by the option of
@@ -191,9 +188,9 @@ class Remedies:
         module, _, part = tensor.rpartition(".")
         if part in ("k", "v"):
             if module in self.cached and len(self.cached) > 1:
-                return self.scales(*_repeated("--kv-skip", (*self.kv_skip, module)))
+                return self.scales(*_repeated("--kv-skip", (*self.chosen.kv_skip, module)))
             return self.scales("--kv-cache", "v" if part == "k" else "off")
-        return self.scales(*_repeated("--skip", (*self.skip, tensor)))
+        return self.scales(*_repeated("--skip", (*self.chosen.skip, tensor)))
 
     def better(self, tensor: str, scale: TensorScale | None = None) -> str:
         """The next better form of a tensor with this `scale` (None: of one term): two terms for one, BF16 for two.

@@ -24,12 +24,10 @@ from ...calibrate.model.decoder import NoChainError, common_output, find_layers,
 from ...calibrate.model.skeleton import empty
 from ...core.errors import InputError
 from ...core.memory import release_memory
+from ...quantize.reading.codecs import CODECS
 from ..endpoint.checkpoint import complete_model, loading_by_transformers
 from .models import quantization_of, running_by_transformers
 from .module_errors import matrices
-
-#: How the names of the forms begin whose parts transformers loads as it loads the whole, or that fp8q dequantizes.
-STREAMED = ("compressed-tensors", "fp8", "modelopt")
 
 
 @dataclass(frozen=True)
@@ -158,7 +156,7 @@ def _part_of(kind: type[PreTrainedModel], wanted: Callable[[str], bool]) -> type
 def check_streamed_form(path: Path, config: Mapping[str, Any], option: str) -> None:
     """Raise InputError for a form of quantization that is not computed layer by layer."""
     form = quantization_of(path, config)
-    if form is not None and not form.startswith(STREAMED):
+    if form is not None and not form.startswith((*CODECS,)):
         raise InputError(
             f"{option}{path}",
             f"is in the form {form}, which is not compared layer by layer",

@@ -22,10 +22,10 @@ from ...quantize.scales.activation_scales import group_of
 from ...quantize.scales.decisions import (
     GRIDS,
     INHERITED,
-    RUN_TIME_FLAGS,
     Scales,
     TensorScale,
     WeightScales,
+    form_flags,
     load_scales,
 )
 from ..advice.findings import converged_after, outlier_channels
@@ -199,9 +199,6 @@ def _fp8(
         amax=scale.amax,
         clip=scale.clip,
         scale=scale.scale,
-        terms=scale.terms,
-        tail=scale.tail,
-        dynamic=scale.dynamic,
         saturation=scale.saturation,
         underflow=scale.underflow,
         sqnr_db=scale.sqnr_db,
@@ -210,17 +207,17 @@ def _fp8(
         largest_channel=largest,
         converged_after=converged_after(measured.amax_batches) if measured else None,
         samples=measured.histogram.samples if measured else None,
+        **form_flags(scale.form),
         **_of_weight(weight),
     )
-    flags = {flag: getattr(scale, flag) for flag in RUN_TIME_FLAGS}
-    if scale.dynamic:
-        return replace(row, **OF_A_STATIC_SCALE, **flags)
-    return row
+    if scale.form.static:
+        return row
+    return replace(row, **OF_A_STATIC_SCALE)
 
 
 def _weight_alone(module: str, weight: WeightScales) -> ModuleRow:
     """Return the row of a GEMM whose input stays in BF16."""
-    return ModuleRow(module, "product", terms=0, **_of_weight(weight))
+    return ModuleRow(module, "product", **form_flags(BF16), **_of_weight(weight))
 
 
 def _of_weight(weight: WeightScales | None) -> dict[str, Any]:

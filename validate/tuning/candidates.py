@@ -88,7 +88,7 @@ class Candidates:
         if form == "weights_alone":
             return x
         scale = self.inputs[form][module]
-        if scale.tail is None:
+        if scale.form.tail is None:
             return gemm_input(x, scale)
         return input_with_tail(x, scale, self.of_tail[module])
 

@@ -5,33 +5,30 @@ from typing import get_args
 
 import pytest
 
-from fp8q.options import BLOCK, DYNAMIC
+from fp8q.options import BLOCK, DYNAMIC, ConvertLayout
 from fp8q.quantize.reading.codecs import CODECS, declared_in
-from fp8q.quantize.reading.quantization_config import DeclaredScheme, FileForm
-from fp8q.quantize.scales.scheme import Scheme
+from fp8q.quantize.scales.scheme import UNQUANTIZED, Scheme
 
 CONFIG = Path("config.json")
-CHANNELS, BLOCKS = Scheme("channel", DYNAMIC), Scheme("block", BLOCK)
 
 
-def test_every_form_has_a_codec_of_its_name() -> None:
-    assert {name: codec.form for name, codec in CODECS.items()} == {form: form for form in get_args(FileForm)}
-    assert [form for form, codec in CODECS.items() if codec.written is None] == ["modelopt"]
+def test_the_layouts_of_convert_are_the_forms_that_are_written() -> None:
+    assert {form for form, codec in CODECS.items() if codec.written is not None} == {*get_args(ConvertLayout)}
 
 
 @pytest.mark.parametrize(
-    ("form", "scheme", "declared"),
+    ("form", "scheme"),
     [
-        ("compressed-tensors", CHANNELS, DeclaredScheme("channel", "dynamic")),
-        ("compressed-tensors", BLOCKS, DeclaredScheme("block", "dynamic", (128, 128))),
-        ("fp8", BLOCKS, DeclaredScheme("block", "dynamic", (128, 128))),
+        ("compressed-tensors", Scheme("channel", DYNAMIC)),
+        ("compressed-tensors", Scheme("block", BLOCK)),
+        ("fp8", Scheme("block", BLOCK)),
     ],
 )
-def test_what_is_written_of_a_scheme_declares_it(form: str, scheme: Scheme, declared: DeclaredScheme) -> None:
+def test_what_is_written_of_a_scheme_declares_it(form: str, scheme: Scheme) -> None:
     written = CODECS[form].written
     assert written is not None
     quantization = declared_in({"quantization_config": written(scheme, ["lm_head"])}, CONFIG)
     assert quantization is not None
     assert (quantization.form, quantization.ignore, quantization.remarks) == (form, ("lm_head",), ())
-    assert quantization.scheme("model.layers.0.mlp.up_proj") == declared
-    assert quantization.scheme("lm_head") is None
+    assert quantization.scheme("model.layers.0.mlp.up_proj") == scheme
+    assert quantization.scheme("lm_head") == UNQUANTIZED

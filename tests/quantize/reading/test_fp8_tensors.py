@@ -10,8 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from fp8q.calibrate.input.patterns import PatternFile
 from fp8q.core.errors import InputError
+from fp8q.options import BLOCK, DYNAMIC
+from fp8q.quantize.reading.codecs import CODECS
 from fp8q.quantize.reading.fp8_tensors import Checkpoint, open_checkpoint
-from fp8q.quantize.reading.quantization_config import DeclaredScheme, FileForm, Matcher
+from fp8q.quantize.scales.scheme import UNQUANTIZED, Scheme
 
 from . import fp8_checkpoints
 
@@ -35,22 +37,22 @@ def dequantized(checkpoint: Checkpoint, module: str) -> np.ndarray:
     return np.asarray(values * scales)
 
 
-FORMS: dict[str, tuple[Callable[[Path, Path], Path], DeclaredScheme]] = {
-    "compressed tensor": (fp8_checkpoints.compressed, DeclaredScheme("tensor", "static")),
+FORMS: dict[str, tuple[Callable[[Path, Path], Path], Scheme]] = {
+    "compressed tensor": (fp8_checkpoints.compressed, Scheme("tensor")),
     "compressed channel": (
         lambda s, f: fp8_checkpoints.compressed(s, f, "channel"),
-        DeclaredScheme("channel", "dynamic"),
+        Scheme("channel", DYNAMIC),
     ),
     "compressed block": (
         lambda s, f: fp8_checkpoints.compressed(s, f, "block"),
-        DeclaredScheme("block", "dynamic", (128, 128)),
+        Scheme("block", BLOCK),
     ),
-    "fp8 blocks": (fp8_checkpoints.fine_grained, DeclaredScheme("block", "dynamic", (128, 128))),
+    "fp8 blocks": (fp8_checkpoints.fine_grained, Scheme("block", BLOCK)),
     "fp8 odd blocks": (
         lambda s, f: fp8_checkpoints.fine_grained(s, f, (100, 96)),
-        DeclaredScheme("block", "dynamic", (100, 96)),
+        Scheme("block", BLOCK, block=(100, 96)),
     ),
-    "fp8 tensor": (lambda s, f: fp8_checkpoints.fine_grained(s, f, None), DeclaredScheme("tensor", "static")),
+    "fp8 tensor": (lambda s, f: fp8_checkpoints.fine_grained(s, f, None), Scheme("tensor")),
 }
 
 
@@ -63,14 +65,14 @@ def test_codes_times_scales_are_the_weights_that_were_quantized(
     assert len(checkpoint.codes) == 28
     codes = checkpoint.codes[MODULE]
     assert (codes.scheme, codes.granularity, codes.shape) == (scheme, scheme.weights, (256, 704))
-    assert (codes.input_scale is not None) == (scheme.inputs == "static")
+    assert (codes.input_scale is not None) == scheme.input.static
     if codes.input_scale is not None:
         assert float(checkpoint.values(codes.input_scale).item()) == pytest.approx(0.02, rel=2**-8)
     original = load_file(demo_checkpoint / fp8_checkpoints.SINGLE)[f"{MODULE}.weight"].float().numpy()
     error = np.abs(dequantized(checkpoint, MODULE) - original)
     spread = np.abs(original).max()
     assert np.all(error <= np.maximum(np.abs(original) * 2**-4 * 1.01, spread * 2**-15))  # half of the last of 3 bits
-    assert checkpoint.declared.scheme("lm_head") is None
+    assert checkpoint.declared.scheme("lm_head") == UNQUANTIZED
 
 
 def changed(folder: Path, name: str, tensor: torch.Tensor | None) -> Path:
@@ -124,10 +126,11 @@ def test_a_scale_is_read_in_any_type_that_scales_have(
         ("compressed-tensors", "Linear", "model.layers.0.mlp.up_proj", True),
         ("modelopt", "model.layers.0*", "model.layers.0.mlp.up_proj", True),
         ("modelopt", "lm_head", "model.lm_head", False),
+        ("modelopt", "Linear", "model.layers.0.mlp.up_proj", False),  # a name, and not a class
         ("fp8", "lm_head", "model.lm_head", True),
         ("fp8", "model.layers.1", "model.layers.10.mlp.up_proj", True),  # as transformers' re.match has it
         ("fp8", "mlp.gate", "model.layers.1.mlp.gate_proj", False),
     ],
 )
-def test_names_are_matched_as_the_forms_loader_does(form: FileForm, pattern: str, module: str, matched: bool) -> None:
-    assert Matcher(pattern, form, PatternFile(Path("config.json"))).matches(module) is matched
+def test_names_are_matched_as_the_forms_loader_does(form: str, pattern: str, module: str, matched: bool) -> None:
+    assert CODECS[form].matcher(pattern, PatternFile(Path("config.json"))).matches(module) is matched

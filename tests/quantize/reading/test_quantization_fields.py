@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from fp8q.calibrate.model.source import open_source
 from fp8q.core.errors import InputError
+from fp8q.quantize.reading.codecs import CODECS
 from fp8q.quantize.reading.dequantized import fp8_source, recognize
 from fp8q.quantize.reading.fp8_tensors import cache_parts, open_checkpoint
-from fp8q.quantize.reading.quantization_fields import field_remarks
 
 from . import fp8_checkpoints
 
@@ -60,7 +60,7 @@ ROTATED: dict[str, Any] = {
     ],
 )  # fmt: skip
 def test_what_is_not_read_is_named(form: str, said: dict[str, Any], named: list[str]) -> None:
-    assert [f"{remark.effect} {remark}" for remark in field_remarks(form, said)] == named
+    assert [f"{remark.effect} {remark}" for remark in CODECS[form].remarks(said)] == named
 
 
 @pytest.fixture

@@ -75,6 +75,14 @@ def test_modules_are_listed_by_their_form() -> None:
     assert tails_of(FORMS) == {"c": 16}
 
 
+@given(forms.filter(lambda form: form != BF16))
+def test_a_scale_is_in_the_form_that_it_was_given(form: Form) -> None:
+    plain = TensorScale(method="amax", amax=1.0, clip=1.0, scale=1.0, saturation=0.0, underflow=0.0, sqnr_db=30.0)
+    assert plain.form == ONE
+    assert plain.with_form(form).form == form
+    assert plain.with_form(form).with_form(ONE) == plain
+
+
 def test_scales_give_each_module_its_scheme() -> None:
     """Of a weight under one scale, one in blocks, one alone, and a module that stays in BF16."""
     weight = WeightScales(method="amax", axis=0, channels=4, scale_min=1.0, scale_max=1.0, sqnr_db=30.0)

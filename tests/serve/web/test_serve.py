@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from fp8q.core.files import sha256_file
 from fp8q.serve.web.gate import names_of
+from fp8q.stages.generate import open_model
 from tests.serve.counting_model import make_counting_run
 from tests.serve.web.started_server import SECONDS, Held, Thread, in_thread
 
@@ -169,6 +171,27 @@ def test_those_of_several_prompts_are_those_of_each(server: Thread, monkeypatch:
     assert error_of(refused) == (
         "prompt_logprobs: are kept until all answers are whole, at most 12 of several prompts, and these may have 14; "
         "send fewer prompts in a request"
+    )
+
+
+def test_log_probabilities_of_a_prompt_are_not_those_of_a_model_in_tails(
+    counting_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose prompt is computed in one form before its last tokens, and in another there; its source has none."""
+    config = counting_run.model / "config.json"
+    fields = json.loads(config.read_text(encoding="utf-8"))
+    written = sha256_file(config)
+    config.write_text(json.dumps(fields | {"fp8q": {"two_terms": ["up"], "tails": {"up": 16}}}), encoding="utf-8")
+    record = counting_run.record_file.read_text(encoding="utf-8")
+    counting_run.record_file.write_text(record.replace(written, sha256_file(config)), encoding="utf-8")
+    monkeypatch.setattr("fp8q.stages.serve.open_model", lambda run, runtime, rows: open_model(run, "auto", rows))
+    with in_thread(counting_run.root, name="counting", bf16=True) as server:
+        refused = server.post(prompt="t3 t1", prompt_logprobs=1)
+        assert server.post(prompt="t3 t1", logprobs=1, max_tokens=1).status_code == 200
+        assert server.post(model="counting-bf16", prompt="t3 t1", prompt_logprobs=1, max_tokens=1).status_code == 200
+    assert error_of(refused) == (
+        "prompt_logprobs: are of tokens taken in one by one, and this model reads the end of a prompt in another form "
+        "than the rest of it; ask for the logprobs of one token behind beginnings of the prompt"
     )
 
 

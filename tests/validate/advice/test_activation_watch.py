@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fp8q.calibrate.model.classes import new_model
 from fp8q.calibrate.model.decoder import Layers
+from fp8q.options import ScaleOptions
 from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.quantize.scales.decisions import TensorScale
 from fp8q.validate.advice import model_checks
@@ -164,7 +165,7 @@ def test_the_token_that_stands_out_is_told_by_position_and_id() -> None:
         ("bad", "0.attn.k", "300 times, position 0, <10>")
     ]
     assert cached[0].remedy == "`fp8q scales RUN --kv-cache v`"
-    several = replace(REMEDIES, kv_skip=("1.*",), cached=("0.attn", "2.attn"))
+    several = replace(REMEDIES, chosen=ScaleOptions(kv_cache="fp8", kv_skip=("1.*",)), cached=("0.attn", "2.attn"))
     cached = model_checks.cache_tokens(seen, ["0.attn.k", "0.attn.v"], str, several)
     assert cached[0].remedy == "`fp8q scales RUN --kv-skip '1.*' --kv-skip 0.attn`"
     wide = model_checks.cache_tokens(seen, [], str, REMEDIES)

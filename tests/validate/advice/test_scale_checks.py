@@ -9,7 +9,7 @@ import pytest
 
 from fp8q.calibrate.measure.histogram import Histogram
 from fp8q.core.run import Run
-from fp8q.options import Clipping
+from fp8q.options import Clipping, ScaleOptions
 from fp8q.quantize.checkpoint.hf_layout import UNLOADABLE
 from fp8q.quantize.scales.activation_scales import tensor_scale
 from fp8q.quantize.scales.decisions import Scales, WeightScales
@@ -18,7 +18,7 @@ from fp8q.validate.advice.checkup import Check, Remedies, graded, verdict_of, wo
 from fp8q.validate.advice.criteria import Criterion, Limit
 from fp8q.validate.advice.scale_checks import ScaledTensor, judged_scale, layer_order, served_cache, stored_checks
 
-REMEDIES = Remedies("RUN", "a model", "text.txt", 64, two_terms=("a.*",), skip=("b.*",))
+REMEDIES = Remedies("RUN", "a model", "text.txt", 64, ScaleOptions(two_terms=("a.*",), skip=("b.*",)))
 NONE = Scales(weights={}, activations={}, skipped={})
 NORMAL = np.abs(np.random.default_rng(5).normal(size=20_000)).astype(np.float32)
 BATCHES = np.array([3, 4, 4, 4], np.float32)
