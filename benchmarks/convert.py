@@ -60,7 +60,7 @@ def ceiling(values: int, threads: int) -> float:
     weight = torch.empty(rows, COLUMNS, dtype=torch.bfloat16).normal_(std=0.02)
 
     def once(_: int) -> None:
-        scales = torch.from_numpy(part_scales("weight", weight, blocks=False))
+        scales = torch.from_numpy(part_scales("weight", weight, blocks=None))
         high = CHUNK // COLUMNS
         for top in range(0, rows, high):
             round_quotients(weight[top : top + high].float().div_(scales[top : top + high]))

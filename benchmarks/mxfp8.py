@@ -7,7 +7,9 @@ Every row quantizes the same GEMMs, is held against the FP32 model (the BF16 che
 in FP32 what is quantized, so that nothing but quantization is seen; `BF16` alone computes in BF16. KL in nats × 10⁶ and
 the increase of perplexity, with intervals over windows, and KL over that of `one`, by the same windows. Weights are
 rounded to nearest: those of `one`, `tensor weights`, `dynamic`, `two` and `bf16` by the scales of `fp8q calibrate`,
-those of `block` as `fp8q convert` writes them. MXFP8 has a shared exponent for every 32 values of a row (weights, along
+those of `block` as `fp8q convert` writes them, under powers of two; beside it blocks under FP32 scales, as they are
+where nothing is rounded again, and as DeepGEMM has them, where servers round scales up and codes a second time.
+MXFP8 has a shared exponent for every 32 values of a row (weights, along
 the input) or of a token: `floor` as OCP's MX specification has it (v1.0, section 6.3: the exponent of the largest
 magnitude less that of E4M3's largest number, 8), so that magnitudes from 448 to 512 times the scale saturate; `up` is
 the smallest power of two under which nothing does, as Blackwell's own conversion has it.
@@ -23,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +48,11 @@ from result import arguments, described, publish
 from fp8q.api import CalibrateOptions, ExportOptions, RescaleOptions, calibrate, scales
 from fp8q.calibrate.model.source import Source, load_model
 from fp8q.core.run import Run
+from fp8q.options import ScaleGrid
 from fp8q.quantize.codes.blocks import SIDE, group_values
 from fp8q.quantize.codes.encoding import CODE, code_values
 from fp8q.quantize.codes.formats import E4M3
-from fp8q.quantize.conversion.coding import encode_part
+from fp8q.quantize.conversion.coding import encode_again, encode_part
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
@@ -81,9 +85,13 @@ def mx_values(x: torch.Tensor, up: bool) -> torch.Tensor:
     return (code_values(padded, scale) * scale).flatten(-2)[..., :width]
 
 
-def block_weight(weight: torch.Tensor) -> torch.Tensor:
-    """The numbers of the codes that `fp8q convert --form block` writes for `weight` [out, in], float32."""
-    part = encode_part("weight", weight, blocks=True)
+def block_weight(weight: torch.Tensor, grid: ScaleGrid = "power-of-two", again: bool = False) -> torch.Tensor:
+    """The numbers of the codes that `fp8q convert --form block` writes for `weight` [out, in], float32; `again`: after
+    a server has rounded them a second time, under powers of two.
+    """
+    part = encode_part("weight", weight, grid)
+    if again:
+        part = encode_again("weight", torch.from_numpy(part.codes).view(CODE), part.scales)
     scale = torch.from_numpy(part.scales).repeat_interleave(SIDE, 0).repeat_interleave(SIDE, 1)
     return torch.from_numpy(part.codes).view(CODE).float() * scale[: weight.shape[0], : weight.shape[1]]
 
@@ -126,7 +134,13 @@ def forms(run: Run, source: Source) -> Iterator[tuple[str, Row]]:
     yield ONE, Row(ours(), static.__getitem__, channel)
     yield "one, tensor weights", Row(ours(weight_scale="tensor"), static.__getitem__, lambda *_: 4)
     yield "dynamic", Row(ours(weight_scale="channel"), lambda _: dynamic_input, channel)
-    yield "block", Row(each(block_weight), lambda _: group_values, in_blocks)
+    yield "block", Row(each(block_weight), lambda _: lambda x: group_values(x, powers=True), in_blocks)
+    fp32 = partial(block_weight, grid="bf16")
+    yield "block, FP32 scales", Row(each(fp32), lambda _: lambda x: group_values(x, powers=False), in_blocks)
+    yield (
+        "block, FP32 scales, rounded again",
+        Row(each(partial(fp32, again=True)), lambda _: lambda x: group_values(x, powers=True), in_blocks),
+    )
     yield "MXFP8, floor", Row(each(lambda w: mx_values(w, False)), lambda _: lambda x: mx_values(x, False), mx)
     yield "MXFP8, up", Row(each(lambda w: mx_values(w, True)), lambda _: lambda x: mx_values(x, True), mx)
     yield "bf16", Row(ours(), lambda _: exact_input, channel)

@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,7 +134,8 @@ def compressed(
     weights, scales = dequantized(out)
     if scheme == "FP8":
         return quantized(source, weights, {module: _scaled(scale) for module, scale in scales.items()})
-    return quantized(source, weights, dict.fromkeys(weights, {"FP8_DYNAMIC": dynamic_input}.get(scheme, group_values)))
+    inputs: Input = dynamic_input if scheme == "FP8_DYNAMIC" else partial(group_values, powers=False)
+    return quantized(source, weights, dict.fromkeys(weights, inputs))
 
 
 def _scaled(scale: float) -> Input:

@@ -58,7 +58,19 @@ if TYPE_CHECKING:
 else:
     Method = Literal[*METHODS]
 ScaleGrid = Literal["bf16", "power-of-two"]
+#: The help of `--block-scale-grid`.
+BLOCK_SCALE_GRID = (
+    "The numbers that the scales of blocks, and of groups of their inputs, are rounded up to: vLLM and SGLang compute "
+    "blocks under powers of two on Hopper and Blackwell, and round others again."
+)
 AmaxAlgorithm = Literal["max", "most_recent"]
+
+
+def no_blocks(grid: ScaleGrid) -> InputError:
+    """Make the error for `--block-scale-grid` where no module is in blocks."""
+    return InputError(
+        f"--block-scale-grid {grid}", "is for blocks, and no module is in them", "leave it out, or give --form block"
+    )
 
 
 def octaves(option: str, value: int) -> int:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from ..core.errors import InputError
+from .clipping import BLOCK_SCALE_GRID, ScaleGrid, no_blocks
 from .declare import MODEL, SCALES, Options, between, not_empty, option
 
 ConvertForm = Literal["dynamic", "block"]
@@ -35,6 +36,7 @@ class ConvertOptions(Options):
             default="fp8 for blocks, else compressed-tensors",
         ),
     ] = None
+    block_scale_grid: Annotated[ScaleGrid, option(SCALES, BLOCK_SCALE_GRID)] = "power-of-two"
     skip: Annotated[
         tuple[str, ...],
         option(SCALES, "Keep matrices whose module's name matches (* and ?) too. Repeatable.", "PATTERN"),
@@ -57,6 +59,8 @@ class ConvertOptions(Options):
         super().__post_init__()
         if self.form == "dynamic" and self.layout == "fp8":
             raise InputError("--layout fp8", "has no scales of channels", "leave it out, or ask for --form block")
+        if self.form != "block" and self.block_scale_grid != "power-of-two":
+            raise no_blocks(self.block_scale_grid)
 
     @property
     def chosen_layout(self) -> ConvertLayout:

@@ -61,6 +61,7 @@ class CalibrateSettings(TypedDict, total=False):
     weight_rounding: Literal["nearest", "gptq", "sequential"]
     weigh_first_token: bool
     form: Sequence[str]
+    block_scale_grid: Literal["bf16", "power-of-two"]
     activation_terms: Literal[1, 2, "tail", "bf16"]
     exact_tail: int
     two_terms: Sequence[str]
@@ -164,6 +165,7 @@ class ConvertSettings(TypedDict, total=False):
 
     form: Literal["dynamic", "block"]
     layout: Literal["compressed-tensors", "fp8"] | None
+    block_scale_grid: Literal["bf16", "power-of-two"]
     skip: Sequence[str]
     rules: str | Path | None
     mtp: bool
@@ -270,6 +272,7 @@ class MergeSettings(TypedDict, total=False):
     weight_rounding: Literal["nearest", "gptq", "sequential"]
     weigh_first_token: bool
     form: Sequence[str]
+    block_scale_grid: Literal["bf16", "power-of-two"]
     activation_terms: Literal[1, 2, "tail", "bf16"]
     exact_tail: int
     two_terms: Sequence[str]
@@ -325,6 +328,7 @@ class RunSettings(TypedDict, total=False):
     weight_rounding: Literal["nearest", "gptq", "sequential"]
     weigh_first_token: bool
     form: Sequence[str]
+    block_scale_grid: Literal["bf16", "power-of-two"]
     activation_terms: Literal[1, 2, "tail", "bf16"]
     exact_tail: int
     two_terms: Sequence[str]
@@ -409,6 +413,7 @@ class ScalesSettings(TypedDict, total=False):
     weight_rounding: Literal["nearest", "gptq", "sequential"]
     weigh_first_token: bool
     form: Sequence[str]
+    block_scale_grid: Literal["bf16", "power-of-two"]
     activation_terms: Literal[1, 2, "tail", "bf16"]
     exact_tail: int
     two_terms: Sequence[str]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from cyclopts import Parameter
 
 from ..core.errors import InputError
-from .clipping import Clipping
+from .clipping import BLOCK_SCALE_GRID, Clipping, ScaleGrid, no_blocks
 from .declare import (
     SCALES,
     Options,
@@ -157,6 +157,7 @@ class ScaleOptions(Options):
         ),
         checked_rules,
     ] = ()
+    block_scale_grid: Annotated[ScaleGrid, option(SCALES, BLOCK_SCALE_GRID)] = "power-of-two"
     activation_terms: Annotated[
         Terms,
         option(
@@ -273,6 +274,8 @@ class ScaleOptions(Options):
             raise InputError(
                 "--weight-scale tensor", "--form block gives weights a scale for each block", "leave one of them out"
             )
+        if self.block_scale_grid != "power-of-two" and all(rule.form != BLOCK for rule in self.form_rules):
+            raise no_blocks(self.block_scale_grid)
         self.check_tail()
         self.check_cache()
 

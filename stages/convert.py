@@ -30,10 +30,11 @@ from ..options import ConvertOptions
 from ..quantize.conversion.card import card, unquantized_by_reason
 from ..quantize.conversion.config import converted_config, index_of
 from ..quantize.conversion.plan import CheckpointPlan, plan_checkpoint
+from ..quantize.conversion.rescaling import checkpoint_in_blocks, rescaled_plan
 from ..quantize.conversion.rules import load_rules
 from ..quantize.conversion.selection import select_tensors
 from ..quantize.conversion.shards import CheckpointWriter
-from ..quantize.reading.fp8_tensors import open_checkpoint
+from ..quantize.reading.fp8_tensors import Checkpoint, open_checkpoint
 from ..quantize.reading.quantization_config import CONFIG
 from .convert_directory import PlannedFiles, check_contents, writing
 from .convert_plan import check_integer_weights, check_plan, lint_written
@@ -73,7 +74,7 @@ class Converted:
 @dataclass(frozen=True)
 class _Source:
     """A checkpoint to convert: the name that the user gave it, its directory, config.json, files of weights with their
-    headers, and what lies beside them.
+    headers, and what lies beside them; `blocks`: the FP8 checkpoint that it is, in blocks.
     """
 
     name: str
@@ -82,6 +83,7 @@ class _Source:
     files: tuple[Path, ...]
     headers: Mapping[str, StoredTensor]
     others: BesideWeights
+    blocks: Checkpoint | None
 
     @property
     def nbytes(self) -> int:
@@ -99,8 +101,7 @@ def convert(model: str, out: Path, options: ConvertOptions, progress: Reporter) 
     source = _open_source(model, options, progress)
     _check_out(out, source)
     check_integer_weights(source.headers)
-    selection = select_tensors(load_rules(options.rules), source.config, source.headers, options.skip, options.mtp)
-    plan = plan_checkpoint(source.files, source.headers, selection, (options.form, options.chosen_layout))
+    plan = _plan(source, options)
     check_plan(plan, source.name, source.path, source.config)
     for line in source.others.remarks():
         progress.note(f"not copied: {line}")
@@ -110,15 +111,29 @@ def convert(model: str, out: Path, options: ConvertOptions, progress: Reporter) 
         return _write(source, plan, out, options, progress)
 
 
+def _plan(source: _Source, options: ConvertOptions) -> CheckpointPlan:
+    """Choose what is quantized, and plan the files; of a checkpoint in blocks the scales alone are chosen."""
+    if source.blocks is not None:
+        return rescaled_plan(source.blocks, source.name, source.files, options)
+    selection = select_tensors(load_rules(options.rules), source.config, source.headers, options.skip, options.mtp)
+    form = options.form, options.chosen_layout
+    return plan_checkpoint(source.files, source.headers, selection, form, options.block_scale_grid)
+
+
 def _open_source(model: str, options: ConvertOptions, progress: Reporter) -> _Source:
-    """Open the checkpoint `model`, and refuse what is quantized already before its weights are looked for."""
+    """Open the checkpoint `model`, and refuse what is quantized already before its weights are looked for, unless it is
+    in blocks and blocks are asked for.
+    """
     path, _ = locate(model, options.revision, False, progress)
     config = read_config(path, model)
-    no_codes(path, model, config, {})
+    blocks = checkpoint_in_blocks(path) if options.form == "block" and "quantization_config" in config else None
+    if blocks is None:
+        no_codes(path, model, config, {})
     files = find_weights(path, model, config.get("transformers_weights"))
     headers = read_headers(files)
-    no_codes(path, model, config, headers)
-    return _Source(model, path, config, files, headers, beside_weights(path, files, config))
+    if blocks is None:
+        no_codes(path, model, config, headers)
+    return _Source(model, path, config, files, headers, beside_weights(path, files, config), blocks)
 
 
 def _check_out(out: Path, source: _Source) -> None:
@@ -143,7 +158,9 @@ def _planned_files(source: _Source, plan: CheckpointPlan) -> PlannedFiles:
 
 def _key(source: _Source, plan: CheckpointPlan) -> str:
     """A digest of the source's headers and of the plan: what a killed call must have had in common with this one."""
-    digest = hashlib.sha256(json.dumps([__version__, plan.form, plan.layout, sorted(plan.unquantized)]).encode())
+    digest = hashlib.sha256(
+        json.dumps([__version__, plan.form, plan.layout, plan.blocks, sorted(plan.unquantized)]).encode()
+    )
     for file in source.files:
         digest.update(file.name.encode() + header_bytes(file))
     digest.update(json.dumps(source.config, sort_keys=True).encode())

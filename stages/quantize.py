@@ -318,8 +318,9 @@ def compensations_of(
 def weight_scaling(source: Source, statistics: Statistics, scales: Scales, options: ScaleOptions) -> WeightScaling:
     """Decide how the scales of the weights in `scales.modules` are chosen, and choose those that several share."""
     blocks = frozenset(scales.in_form(BLOCK))
+    scaling = WeightScaling(options.weight_method, blocks=blocks, block_grid=options.block_scale_grid)
     if options.weight_scale == "channel":
-        return WeightScaling(options.weight_method, blocks=blocks)
+        return scaling
     experts = tuple(f"{layer}." for layer in statistics.record.experts or {})
     weights = source.weights()
     dense = [module for module in scales.modules if not module.startswith(experts) and module not in blocks]
@@ -328,7 +329,7 @@ def weight_scaling(source: Source, statistics: Statistics, scales: Scales, optio
         return weights.tensor(source.stored(f"{module}.weight")).to(torch.bfloat16)
 
     families = joined_families(dense, statistics.record.groups.values())
-    return WeightScaling(options.weight_method, tensor_scales(families, read, options.weight_method), blocks)
+    return replace(scaling, tensor_scales=tensor_scales(families, read, options.weight_method))
 
 
 def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:

@@ -1,7 +1,8 @@
 """Scales of blocks: 128 × 128 of a weight, and 128 values of a token for its input (DeepSeek-V3, section 3.3.2).
 
 A block at the end of a side that is no multiple of 128 is smaller. A group's scale is its amax / 448 in FP32, of an
-amax of at least 1e-10: what vLLM and SGLang compute (`per_token_group_quant_fp8`).
+amax of at least 1e-10: what vLLM and SGLang compute (`per_token_group_quant_fp8`). Where they multiply by DeepGEMM both
+scales are powers of two (UE8M0): that of a group is rounded up, and a weight whose scales are none is rounded again.
 """
 
 import torch
@@ -13,6 +14,8 @@ from .formats import E4M3
 SIDE = 128
 #: The smallest amax of a group.
 LEAST_AMAX = 1e-10
+#: The bits of an FP32 number's fraction, which are zeros in a power of two.
+FRACTION = (1 << 23) - 1
 
 
 def spread_scales(scale: torch.Tensor, rows: slice, columns: int) -> torch.Tensor:
@@ -32,11 +35,15 @@ def block_values(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def group_values(x: torch.Tensor) -> torch.Tensor:
-    """Quantize and dequantize `x` [..., width] under a scale for each 128 values, float32 of its shape."""
+def group_values(x: torch.Tensor, powers: bool) -> torch.Tensor:
+    """Quantize and dequantize `x` [..., width] under a scale for each 128 values, float32 of its shape; `powers`: the
+    scales are rounded up to powers of two.
+    """
     width = x.shape[-1]
     groups = torch.nn.functional.pad(x.float(), (0, -width % SIDE)).unflatten(-1, (-1, SIDE))
     scales = groups.abs().amax(-1, keepdim=True).clamp_min_(LEAST_AMAX).div_(E4M3.max)
+    if powers:
+        scales = scales.view(torch.int32).add_(FRACTION).bitwise_and_(~FRACTION).view(torch.float32)
     values: torch.Tensor = code_values(groups, scales).mul_(scales)
     return values.flatten(-2)[..., :width]
 

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from ...core.errors import visible
+from ...options import ScaleGrid
 from ..codes.blocks import SIDE
 from .coding import Errors
 from .name_tensors import WEIGHT
@@ -18,9 +19,10 @@ tags: [fp8{tag}]
 # {name}, FP8
 
 Converted by fp8q without text and without running the model: {form}.
-Linear layers are what {decided_by} says.{unloadable}
-{quantized:,} tensors are E4M3 codes. Each code was decoded and compared with the number that it stands for: the largest
-error is {steps:.3g} of a step between codes, and {relative:.2%} of a value.
+{choice}{unloadable}
+{quantized:,} tensors are E4M3 codes{blocks}.
+Each code was decoded and compared with the number that it stands for: the largest error is {steps:.3g} of a step
+between codes, and {relative:.2%} of a value.
 
 **Not measured**: what this costs in accuracy. This does, against the original and on text of yours:
 
@@ -45,6 +47,16 @@ FORMS = {
     "dynamic": "weights with one scale per output channel, inputs with one for each token, computed where it is served",
     "block": f"weights in blocks of {SIDE} x {SIDE} with a scale each, inputs with one per {SIDE} values of a token",
 }
+#: The sentence of a source that was in blocks already.
+RESCALED = (
+    "It was in blocks already: scales were rounded up to powers of two, under which servers compute blocks, and codes "
+    "rounded again."
+)
+#: The grids of the scales of blocks.
+GRIDS: dict[ScaleGrid, str] = {
+    "power-of-two": "powers of two, as servers compute blocks on Hopper and Blackwell",
+    "bf16": "BF16 numbers, which servers round again on Hopper and Blackwell",
+}
 #: Names that are listed for one reason; the rest are counted.
 LISTED = 4
 
@@ -63,13 +75,15 @@ def card(plan: CheckpointPlan, name: str, errors: Errors, left: Sequence[str]) -
     for reason, modules in unquantized_by_reason(plan.unquantized).items():
         more = f" and {len(modules) - LISTED:,} more" if len(modules) > LISTED else ""
         lines.append(f"- {', '.join(f'`{visible(module)}`' for module in modules[:LISTED])}{more}: {reason}")
-    lines.append("- whatever is no matrix: norms, biases, convolutions, states")
+    rest = "was not in blocks" if plan.quantization else "is no matrix: norms, biases, convolutions, states"
+    lines.append(f"- whatever {rest}")
     text = TEXT.format(
         name=visible(name),
         tag=", compressed-tensors" if plan.layout == "compressed-tensors" else "",
         form=FORMS[plan.form],
         quantized=plan.quantized,
-        decided_by=plan.decided_by,
+        choice=RESCALED if plan.quantization else f"Linear layers are what {plan.decided_by} says.",
+        blocks="" if plan.blocks is None else f", under scales that are {GRIDS[plan.blocks]}",
         unloadable=f"\n**{plan.unloadable}.**" if plan.unloadable else "",
         steps=errors.steps,
         relative=errors.relative,

@@ -17,7 +17,8 @@ import torch
 
 from ...calibrate.measure.histogram import INFINITY, magnitudes
 from ...core.errors import InputError
-from ..codes.blocks import SIDE
+from ...options import ScaleGrid
+from ..codes.blocks import SIDE, spread_scales, weight_blocks
 from ..codes.encoding import CODE, round_quotients
 from ..codes.formats import E4M3
 from ..scales.clip import SMALLEST_SCALE, scale_of
@@ -56,32 +57,52 @@ class CodedPart:
     errors: Errors
 
 
-def encode_part(name: str, values: torch.Tensor, blocks: bool) -> CodedPart:
+def encode_part(name: str, values: torch.Tensor, blocks: ScaleGrid | None) -> CodedPart:
     """Encode `values` [rows, columns], some rows of the matrix `name`, in blocks of 128 x 128 (whole ones, but for the
-    matrix's last) or with a scale for each row, and prove every code.
+    matrix's last) with scales on the grid `blocks`, or with a BF16 scale for each row (None), and prove every code.
 
     Raises InputError for values that are not finite in BF16.
     """
     bf16 = values.to(torch.bfloat16)
-    scales = part_scales(name, bf16, blocks)
-    rows, columns = bf16.shape
+    return _encoded(bf16, part_scales(name, bf16, blocks), blocks is not None)
+
+
+def encode_again(name: str, codes: torch.Tensor, factors: Float32s) -> CodedPart:
+    """Encode float8_e4m3fn `codes` [rows, columns] in blocks under scales `factors` [blocks, blocks] again, under the
+    least power of two for each block at which nothing saturates, and prove every code. Division by a power of two is
+    exact, so FP32 decides each case exactly here too.
+
+    Raises InputError for codes of the matrix `name` that are NaN, and for products with their scales that overflow.
+    """
+    rows, columns = codes.shape
+    values = codes.float().mul_(spread_scales(torch.from_numpy(factors), slice(0, rows), columns))
+    largest = weight_blocks(values).abs().amax(1).view(factors.shape).numpy()
+    if not np.isfinite(largest).all():
+        raise refused_values(name, int(values.isnan().sum()), int(values.isinf().sum()), values.numel())
+    scales = np.maximum(scale_of(largest, E4M3, "power-of-two"), np.float32(SMALLEST_SCALE))
+    return _encoded(values, scales, blocks=True)
+
+
+def _encoded(values: torch.Tensor, scales: Float32s, blocks: bool) -> CodedPart:
+    """Encode `values` [rows, columns] under `scales`, and prove every code."""
+    rows, columns = values.shape
     codes = torch.empty((rows, columns), dtype=CODE)
     errors = Errors()
     for chunk in _chunks(rows, columns, blocks):
-        quotients = bf16[chunk].float().div_(_spread(scales, chunk, blocks))
+        quotients = values[chunk].float().div_(_spread(scales, chunk, blocks))
         codes[chunk] = coded = round_quotients(quotients)
         errors |= largest_errors(quotients, coded)
     return CodedPart(codes.view(torch.uint8).numpy(), scales, errors)
 
 
-def part_scales(name: str, values: torch.Tensor, blocks: bool) -> Float32s:
-    """The scale of each row, or of each block, of BF16 `values` [rows, columns], float32.
+def part_scales(name: str, values: torch.Tensor, blocks: ScaleGrid | None) -> Float32s:
+    """The scale of each row, or of each block on the grid `blocks`, of BF16 `values` [rows, columns], float32.
 
     A row of zeros has the smallest scale, under which its codes are zeros as under any other.
     """
     patterns = np.bitwise_and(values.contiguous().view(torch.int16).numpy(), 0x7FFF)
     rows, columns = patterns.shape
-    if blocks:
+    if blocks is not None:
         starts = np.arange(0, rows, SIDE), np.arange(0, columns, SIDE)
         bands = [patterns[start : start + SIDE].max(axis=0) for start in starts[0]]
         largest = np.maximum.reduceat(np.stack(bands), starts[1], axis=1)
@@ -91,8 +112,8 @@ def part_scales(name: str, values: torch.Tensor, blocks: bool) -> Float32s:
         nan = int((patterns > INFINITY).sum())
         infinite = int((patterns == INFINITY).sum())
         raise refused_values(name, nan, infinite, patterns.size)
-    scales: Float32s = np.maximum(scale_of(magnitudes(largest), E4M3), np.float32(SMALLEST_SCALE))
-    return scales
+    scales: Float32s = scale_of(magnitudes(largest), E4M3, blocks or "bf16")
+    return np.maximum(scales, np.float32(SMALLEST_SCALE))
 
 
 def refused_values(name: str, nan: int, infinite: int, size: int) -> InputError:

@@ -27,6 +27,8 @@ def unquantized_modules(plan: CheckpointPlan, config: Mapping[str, Any]) -> list
 
 def quantization_fields(plan: CheckpointPlan, config: Mapping[str, Any]) -> dict[str, object]:
     """The field `quantization_config` of config.json, which is `config` in the source."""
+    if plan.quantization is not None:
+        return dict(plan.quantization)
     written = CODECS[plan.layout].written
     assert written is not None, "the layouts of the option are written"
     return written(plan.scheme, unquantized_modules(plan, config))

@@ -11,9 +11,9 @@ from math import prod
 from pathlib import Path
 
 from ...core.headers import StoredTensor, make_header, read_header, value_bits
-from ...options import BLOCK, DYNAMIC, ConvertForm, ConvertLayout
+from ...options import BLOCK, DYNAMIC, ConvertForm, ConvertLayout, ScaleGrid
 from ..codes.blocks import SIDE
-from ..codes.formats import CODE_DTYPE
+from ..codes.formats import CODE_DTYPE, Float32s
 from ..reading.codecs import CODECS
 from ..scales.scheme import Scheme
 from .name_tensors import WEIGHT
@@ -38,6 +38,7 @@ class Matrix:
 
     Its codes are written as the tensor `codes`, its scales as `scales`. `stride`: of a matrix that is stored [in, out]
     as columns of a wider one, the values from one of its inputs to the next; 0 for one that is stored [out, in].
+    `factors`: of codes in blocks the scales that they have, float32 [blocks, blocks].
     """
 
     name: str
@@ -48,6 +49,7 @@ class Matrix:
     codes: str
     scales: str
     stride: int = 0
+    factors: Float32s | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ class CheckpointPlan:
     """All files to write, in `form` and `layout`, and why matrices are kept, by the name of each tensor.
 
     `cast`: the type of the source's weights, where the tensors that are kept are cast from it to BF16. `declared`,
-    `decided_by` and `unloadable` are the selection's.
+    `decided_by` and `unloadable` are the selection's; `blocks`: the grid of the scales of blocks, None for channels;
+    `quantization`: of a source in blocks what its config.json says of that, which stays.
     """
 
     form: ConvertForm
@@ -91,6 +94,8 @@ class CheckpointPlan:
     declared: frozenset[str] = frozenset()
     decided_by: str = ""
     unloadable: str | None = None
+    blocks: ScaleGrid | None = None
+    quantization: Mapping[str, object] | None = None
 
     @property
     def scheme(self) -> Scheme:
@@ -115,8 +120,11 @@ def plan_checkpoint(
     headers: Mapping[str, StoredTensor],
     selection: Selection,
     form: tuple[ConvertForm, ConvertLayout],
+    grid: ScaleGrid = "power-of-two",
 ) -> CheckpointPlan:
-    """Plan the checkpoint in the form and layout `form`, whose source has `files` with their `headers`."""
+    """Plan the checkpoint in the form and layout `form`, whose source has `files` with their `headers`; `grid`: that of
+    the scales of blocks.
+    """
     types = Counter[str]()
     for name in (*selection.matrices, *selection.stacks):
         types[headers[name].dtype] += prod(headers[name].shape)
@@ -131,6 +139,7 @@ def plan_checkpoint(
         selection.declared,
         selection.decided_by,
         selection.unloadable,
+        grid if form[0] == "block" else None,
     )
 
 

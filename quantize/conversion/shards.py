@@ -22,8 +22,11 @@ import torch
 from ...core.errors import BackendError, InputError
 from ...core.files import PARTIAL, created, disk_errors, is_own_file, not_followed, remove
 from ...core.headers import damaged, header_bytes
+from ...options import ScaleGrid
 from ..codes.blocks import SIDE
-from .coding import Errors, encode_part, refused_values
+from ..codes.encoding import CODE
+from ..codes.formats import CODE_DTYPE
+from .coding import Errors, encode_again, encode_part, refused_values
 from .name_tensors import WEIGHT
 from .plan import CheckpointPlan, Copied, Matrix, ShardPlan
 
@@ -33,7 +36,7 @@ PART_BYTES = 8 << 20
 #: The largest error of a code in steps: codes are rounded to nearest.
 HALF_STEP = 0.5
 #: The types that matrices are read in: safetensors' name -> torch's.
-TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, CODE_DTYPE: CODE}
 #: The types that are looked through for NaN where a tensor is copied, and the bytes of the widest value of any type.
 FLOATS = {**TYPES, "F64": torch.float64}
 WIDEST = 8
@@ -50,7 +53,7 @@ class Shard:
     """A file that is written or checked: descriptors of its source and of itself."""
 
     plan: ShardPlan
-    blocks: bool
+    blocks: ScaleGrid | None
     source: int
     target: int
     written: bool
@@ -142,7 +145,10 @@ def _matrix_part(matrix: Matrix, top: int, bottom: int) -> Part:
 
     def work(shard: Shard) -> tuple[Errors, int]:
         values = _rows(shard, matrix, top, bottom)
-        coded = encode_part(matrix.name, values, shard.blocks)
+        if matrix.factors is None:
+            coded = encode_part(matrix.name, values, shard.blocks)
+        else:
+            coded = encode_again(matrix.name, values, matrix.factors[top // SIDE : -(-bottom // SIDE)])
         if not coded.errors.steps <= HALF_STEP:
             raise BackendError(
                 matrix.name,
@@ -237,7 +243,7 @@ class CheckpointWriter:
             target.write(plan.head)
             target.flush()
             os.ftruncate(target.fileno(), plan.nbytes)
-            self._run(pool, Shard(plan, self._blocks, source.fileno(), target.fileno(), written=True))
+            self._run(pool, Shard(plan, self.plan.blocks, source.fileno(), target.fileno(), written=True))
 
     def _check(self, pool: ThreadPoolExecutor, plan: ShardPlan, file: Path) -> bool:
         """Tell whether the finished `file` is what its parts make."""
@@ -245,13 +251,13 @@ class CheckpointWriter:
             if file.stat().st_size != plan.nbytes or header_bytes(file) != plan.head[8:]:
                 return False
             with open(plan.source, "rb") as source, open(file, "rb") as target:
-                self._run(pool, Shard(plan, self._blocks, source.fileno(), target.fileno(), written=False))
+                self._run(pool, Shard(plan, self.plan.blocks, source.fileno(), target.fileno(), written=False))
         except (OtherBytesError, InputError):
             return False
         return True
 
     def _run(self, pool: ThreadPoolExecutor, shard: Shard) -> None:
-        waiting = [pool.submit(part, shard) for part in parts_of(shard.plan, shard.blocks)]
+        waiting = [pool.submit(part, shard) for part in parts_of(shard.plan, shard.blocks is not None)]
         try:
             for future in waiting:
                 errors, done = future.result()
@@ -263,10 +269,6 @@ class CheckpointWriter:
             for future in waiting:
                 if not future.cancelled():
                     future.exception()  # the descriptors are closed once no thread uses them
-
-    @property
-    def _blocks(self) -> bool:
-        return self.plan.form == "block"
 
 
 def _finish(partial: Path, file: Path) -> None:

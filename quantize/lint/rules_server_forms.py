@@ -1,4 +1,4 @@
-"""Rules S101, S102 and S111 to S116: the version, and forms that a server refuses, takes for another or in part."""
+"""Rules S101, S102 and S111 to S117: the version, and forms that a server refuses, takes for another or in part."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,8 +7,10 @@ from ...core.findings import Broken
 from ..reading.compressed_tensors import online_transforms
 from ..reading.quantization_config import CONFIG
 from ..reading.run_checkpoint import FP8Q_CONFIG
+from ..scales.clip import powers_of_two
 from ..scales.scheme import BLOCK_SIDES, forms_in, in_two_codes
 from ..scales.servers import computed
+from .rules_scales import readable
 from .servers import READ, TITLES, Applies, Served, parse_version, server_rule
 
 #: Compare what is served with what was meant.
@@ -227,6 +229,34 @@ def field_refused(served: Served) -> Broken:
         of_group = remark.place.startswith("config_groups.") and served.server == "transformers"
         if remark.effect == "unknown" and (inner or of_group):
             yield CONFIG, f"has {remark.place}, for which {served.title} ends with a validation error; take it out"
+
+
+@server_rule(
+    "S117",
+    "blocks-rounded-again",
+    "warning",
+    Applies("vllm", "`utils/fp8_utils.py`, deepgemm_post_process_fp8_weight_block; VLLM_USE_DEEP_GEMM_E8M0"),
+    Applies("sglang", "`quantization/fp8_utils.py`, requant_weight_ue8m0_inplace"),
+    Applies("tensorrt-llm", "`_torch/modules/linear.py`, resmooth_to_fp8_e8m0"),
+)
+def blocks_rounded_again(served: Served) -> Broken:
+    """The scales of blocks are powers of two. DeepGEMM takes no others on Blackwell, and by default none in vLLM on
+    Hopper: the server rounds other scales up to powers of two when it loads a checkpoint, and its codes a second time,
+    which about doubles the error of weights (vLLM's pull request 38083 has a model that lost 12 points of 100 so).
+    """
+    if served.fp8 is None:
+        return
+    checkpoint = served.fp8
+    named = [codes for codes in checkpoint.codes.values() if codes.granularity == "block" and codes.scale is not None]
+    again = [
+        codes.scale for codes in named if codes.scale and readable(checkpoint, codes.scale)
+        and not powers_of_two(checkpoint.values(codes.scale))
+    ]  # fmt: skip
+    if again:
+        where = "on Hopper and Blackwell" if served.server == "vllm" else "on Blackwell"
+        more = f"and {len(again) - 1:,} more are" if len(again) > 1 else "is"
+        fault = f"{more} no powers of two, to which {served.title} rounds them {where}, and the codes a second time"
+        yield again[0], f"{fault}; write them so by `fp8q convert CHECKPOINT --form block`"
 
 
 @server_rule(

@@ -40,6 +40,7 @@ from ..codes.encoding import CODE, code_tables, code_values, encode, encode_term
 from ..codes.epilogue import Epilogue
 from ..codes.formats import TWO_TERMS
 from ..codes.gemm import scale_sums, scaled_gemm
+from ..scales.clip import powers_of_two
 from .adder import accumulated_gemm
 
 Mode = Literal["exact", "fast"]
@@ -184,7 +185,8 @@ class BlockLinear(FP8Linear):
     token.
 
     Servers sum the codes of 128 values, and add these sums under both scales in FP32. Code × scale is exact enough in
-    FP32 to stand for that, so the layer multiplies such numbers in FP32, in both modes.
+    FP32 to stand for that, so the layer multiplies such numbers in FP32, in both modes. Where the weight's scales are
+    powers of two, so are the input's.
 
     Invariant: `codes` holds code × scale, and `weight_scale` is one.
     """
@@ -193,10 +195,11 @@ class BlockLinear(FP8Linear):
         """Hold `codes` float8_e4m3fn [out, in] under `scale` float32 [blocks, blocks], and `bias` [out] or None."""
         super().__init__(codes[:, :0], torch.ones(len(codes), device=codes.device), None, bias, mode)
         self.codes = block_values(codes, scale.float())
+        self.powers = powers_of_two(scale.float().cpu().numpy())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] to [..., out] in x's type."""
-        y = torch.nn.functional.linear(group_values(x), self.codes, self.bias)
+        y = torch.nn.functional.linear(group_values(x, self.powers), self.codes, self.bias)
         return y.to(x.dtype)
 
 

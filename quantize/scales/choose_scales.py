@@ -6,7 +6,7 @@ Apart from `policy`, which a host without torch reads: the heads of a cache come
 from ...calibrate.measure.statistics import Statistics
 from ...calibrate.model.gemms import attention_heads
 from ...calibrate.model.source import Source
-from ...options import BF16, ScaleOptions
+from ...options import BF16, BLOCK, ScaleOptions
 from .activation_scales import activation_scales
 from .cache_scales import attentions_of, bf16_attentions, kv_cache_scales
 from .decisions import CACHE_PARTS, Scales
@@ -24,6 +24,11 @@ def choose_scales(source: Source, statistics: Statistics, gemms: ModelGemms, opt
     forms = module_forms(options, gemms, chosen, groups)
     coded = {module: form for module, form in forms.items() if form != BF16}
     activations, unfit = activation_scales(statistics, coded, options.clip, forms=coded, starved=few)
+    if options.block_scale_grid == "power-of-two":
+        activations = {
+            module: scale.model_copy(update={"group_grid": "power-of-two"}) if scale.form == BLOCK else scale
+            for module, scale in activations.items()
+        }
     heads = attention_heads(source.text_config) if options.kv_scale == "head" else {}
     cache = kv_cache_scales(statistics, options.clip, parts, in_bf16, heads)
     alone = [module for module in chosen if module not in coded]

@@ -270,6 +270,11 @@ def power_of_two_ceil(values: npt.ArrayLike) -> npt.NDArray[np.float32]:
     return ((bits + np.uint32(0x7FFFFF)) & np.uint32(0xFF800000)).view(np.float32)
 
 
+def powers_of_two(scales: npt.NDArray[np.float32]) -> bool:
+    """Tell whether each of `scales`, positive float32, is a power of two."""
+    return bool((power_of_two_ceil(scales) == scales).all())
+
+
 def scale_of(clip: npt.ArrayLike, format: Grid, grid: ScaleGrid = "bf16") -> npt.NDArray[np.float32]:
     """The scale of a clip: FP32 clip / FP32 maximum of a code, rounded up to the grid of scales, float32 of the same
     shape.

@@ -141,6 +141,9 @@ class TensorScale(Lossy):
     block: Literal[True] | None = Field(
         default=None, description="of those that are `dynamic`: each 128 values of a token have a scale of their own"
     )
+    group_grid: Literal["power-of-two"] | None = Field(
+        default=None, description="of those in a `block`: the scales are rounded up to powers of two; null: FP32"
+    )
     saturation: float
     underflow: float
     sqnr_db: float | None

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from ...options import WeightRounding
+from ...options import ScaleGrid, WeightRounding
 from ..codes.blocks import SIDE, block_values, spread_scales, weight_blocks
 from ..codes.encoding import ENCODERS
 from ..codes.formats import E4M3, Grid
@@ -35,19 +35,21 @@ JudgedCodes = tuple[torch.Tensor, torch.Tensor, HeldOutError | None]
 @dataclass(frozen=True)
 class WeightScaling:
     """The choice of the scales of weights: by `method` for each output channel, but for modules whose whole weight has
-    the scale that `tensor_scales` maps them to, and for `blocks`, modules with a scale for each block of 128 x 128.
+    the scale that `tensor_scales` maps them to, and for `blocks`, modules with a scale on `block_grid` for each block
+    of 128 x 128.
     """
 
     method: WeightMethod
     tensor_scales: Mapping[str, float] = field(default_factory=dict)
     blocks: frozenset[str] = frozenset()
+    block_grid: ScaleGrid = "power-of-two"
 
     def scale(self, module: str, weight: torch.Tensor, format: Grid = E4M3) -> torch.Tensor | None:
         """Choose the scales of the `weight` [out, in] of `module`, float32 [out] or [blocks, blocks]; None for a weight
         of zeros.
         """
         if module in self.blocks:
-            return block_scales(weight, self.method)
+            return block_scales(weight, self.method, self.block_grid)
         if module not in self.tensor_scales:
             return channel_scales(weight, self.method, format)
         if bool(weight.any()):
@@ -196,15 +198,15 @@ def channel_scales(weight: torch.Tensor, method: WeightMethod, format: Grid = E4
     return torch.from_numpy(np.where(fit, scale, scale.max()).astype(np.float32))
 
 
-def block_scales(weight: torch.Tensor, method: WeightMethod) -> torch.Tensor | None:
-    """The scale of each block of 128 x 128 of a finite BF16 `weight` [out, in], float32 [blocks, blocks] on the BF16
-    grid; None where all are zero. A block of zeros has the smallest scale, as `fp8q convert` gives it.
+def block_scales(weight: torch.Tensor, method: WeightMethod, grid: ScaleGrid) -> torch.Tensor | None:
+    """The scale of each block of 128 x 128 of a finite BF16 `weight` [out, in], float32 [blocks, blocks] on `grid`;
+    None where all are zero. A block of zeros has the smallest scale, as `fp8q convert` gives it.
     """
     blocks = weight_blocks(weight)
-    least = scale_of(_amax(blocks).float().numpy(), E4M3)
+    least = scale_of(_amax(blocks).float().numpy(), E4M3, grid)
     if not (least >= SMALLEST_SCALE).any():
         return None
-    scale = np.where(least >= SMALLEST_SCALE, least if method == "amax" else mse_scales(blocks), SMALLEST_SCALE)
+    scale = np.where(least >= SMALLEST_SCALE, least if method == "amax" else mse_scales(blocks, grid), SMALLEST_SCALE)
     return torch.from_numpy(scale.astype(np.float32)).view(-(-len(weight) // SIDE), -1)
 
 

@@ -28,13 +28,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
 from torch.nn.functional import embedding_bag
 
 from ...calibrate.measure.histogram import magnitudes
+from ...options import ScaleGrid
 from ..codes.formats import E4M3, Float32s
 from ..scales.clip import scale_of
 
@@ -79,38 +80,39 @@ class ErrorTable:
 
 
 @cache
-def error_table() -> ErrorTable:
-    """The table of errors, which is the same for every row of every matrix."""
+def error_table(grid: ScaleGrid = "bf16") -> ErrorTable:
+    """The table of errors of the scales on `grid`, which is the same for every row of every matrix."""
     top = (127 + 1) << 7  # the pattern of 2
     values = magnitudes(np.arange(top - BINS, top))
     lowest, highest = (
         int(scale_of(amax, E4M3).view(np.uint32) >> 16)
         for amax in (np.float32(0.5), np.nextafter(np.float32(4), np.float32(0)))
     )
-    candidates = magnitudes(np.arange(lowest, highest + 1))
+    step = 1 if grid == "bf16" else OCTAVE
+    candidates = magnitudes(np.arange(-(-lowest // step) * step, highest + 1, step))
     rounded = E4M3.round(values[:, None] / candidates) * candidates.astype(np.float64)
     error = torch.from_numpy(((values.astype(np.float64)[:, None] - rounded) ** 2).astype(np.float32))
     error[0] = 0  # the bin of all that rounds to zero
     return ErrorTable(candidates, error[-(TOP + 1) * OCTAVE :], error[: BOTTOM * OCTAVE])
 
 
-def mse_scales(weight: torch.Tensor) -> Float32s:
-    """The BF16 scale with the least squared error for each row of a finite BF16 `weight` [out, in], float32 [out].
+def mse_scales(weight: torch.Tensor, grid: ScaleGrid = "bf16") -> Float32s:
+    """The scale on `grid` with the least squared error for each row of a finite BF16 `weight` [out, in], float32 [out].
 
-    It is the best of all BF16 scales, up to the FP32 rounding of the summed errors. A row whose amax lies within
+    It is the best of all scales there, up to the FP32 rounding of the summed errors. A row whose amax lies within
     `OCTAVES` octaves of BF16's smallest number takes its amax scale.
     """
-    error_table()  # made once, by this thread
+    error_table(grid)  # made once, by this thread
     blocks = weight.detach().cpu().contiguous().view(torch.int16).split(BLOCK)
     with workers() as (pool, _):
-        return np.concatenate([*pool.map(_block_scales, blocks)])
+        return np.concatenate([*pool.map(partial(_block_scales, grid=grid), blocks)])
 
 
-def _block_scales(bits: torch.Tensor) -> Float32s:
+def _block_scales(bits: torch.Tensor, grid: ScaleGrid) -> Float32s:
     """The MSE scales of rows whose BF16 bit patterns are `bits` int16 [rows, in], float32 [rows]."""
     patterns = bits & 0x7FFF
     amax = patterns.amax(1)
-    return _best_scales(_counts(patterns, amax >> 7), amax)
+    return _best_scales(_counts(patterns, amax >> 7), amax, grid)
 
 
 def mse_scale(weights: Sequence[torch.Tensor]) -> Float32s:
@@ -122,14 +124,16 @@ def mse_scale(weights: Sequence[torch.Tensor]) -> Float32s:
     return _best_scales(counts, amax)
 
 
-def _best_scales(counts: torch.Tensor, amax: torch.Tensor) -> Float32s:
-    """The MSE scales of rows with these `counts` int64 [rows, OCTAVES, 128], float32 [rows]; `amax`: the BF16 bit
-    pattern of each row's largest magnitude, int16 [rows].
+def _best_scales(counts: torch.Tensor, amax: torch.Tensor, grid: ScaleGrid = "bf16") -> Float32s:
+    """The MSE scales on `grid` of rows with these `counts` int64 [rows, OCTAVES, 128], float32 [rows]; `amax`: the BF16
+    bit pattern of each row's largest magnitude, int16 [rows].
     """
-    table = error_table()
+    table = error_table(grid)
     best = table.candidates[(_folded(counts) @ table.folded + _bottom_errors(counts, table.bottom)).argmin(1).numpy()]
     exponent = (amax >> 7).numpy().astype(np.int32)
-    scales = np.where(exponent > OCTAVES, np.ldexp(best, exponent - 127), scale_of(magnitudes(amax.numpy()), E4M3))
+    scales = np.where(
+        exponent > OCTAVES, np.ldexp(best, exponent - 127), scale_of(magnitudes(amax.numpy()), E4M3, grid)
+    )
     return scales.astype(np.float32)
 
 

@@ -104,7 +104,7 @@ def gemm_input(x: torch.Tensor, activation: TensorScale) -> torch.Tensor:
     scales of its own tokens, and in blocks under those of their groups.
     """
     if activation.form == BLOCK:
-        return group_values(x)
+        return group_values(x, activation.group_grid == "power-of-two")
     if activation.form.at_run_time:
         scales = RUN_TIME_SCALES[activation.form.kind](x)
         return code_values(x, scales).mul_(scales)

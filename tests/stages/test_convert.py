@@ -341,7 +341,7 @@ def test_a_checkpoint_in_another_type_becomes_bf16(demo_checkpoint: Path, tmp_pa
     tensors = load_file(found.path / SINGLE)
     assert tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
     name = "model.layers.0.mlp.up_proj.weight"
-    usual = encode_part(name, wide[name].bfloat16(), blocks=False)
+    usual = encode_part(name, wide[name].bfloat16(), blocks=None)
     assert np.array_equal(tensors[name].view(torch.uint8).numpy(), usual.codes)
     assert tensors["model.norm.weight"].dtype == shards.TYPES[kind]
     assert torch.equal(tensors["model.embed_tokens.weight"], wide["model.embed_tokens.weight"].bfloat16())

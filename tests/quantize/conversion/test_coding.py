@@ -30,7 +30,7 @@ def expected(values: torch.Tensor, scales: Any) -> Any:
 
 def test_rows_have_the_codes_and_scales_that_calibrate_writes() -> None:
     values = weight(70, 300)
-    coded, usual = encode_part("w", values, blocks=False), quantize_weight(values, "amax")
+    coded, usual = encode_part("w", values, blocks=None), quantize_weight(values, "amax")
     assert not hasattr(usual, "reason")
     assert np.array_equal(coded.scales[:, 0], usual.scale.numpy())
     assert np.array_equal(coded.codes, usual.codes.view(torch.uint8).numpy())
@@ -39,7 +39,7 @@ def test_rows_have_the_codes_and_scales_that_calibrate_writes() -> None:
 @pytest.mark.parametrize("shape", [(128, 128), (1, 1), (129, 257), (300, 1100), (128, 2048)])
 def test_blocks_at_the_edges_are_smaller(shape: tuple[int, int]) -> None:
     values = weight(*shape)
-    coded = encode_part("w", values, blocks=True)
+    coded = encode_part("w", values, blocks="bf16")
     grid = (-(-shape[0] // 128), -(-shape[1] // 128))
     assert coded.scales.shape == grid
     for row in range(grid[0]):
@@ -53,7 +53,7 @@ def test_blocks_at_the_edges_are_smaller(shape: tuple[int, int]) -> None:
 
 @given(st.integers(0, 2**31), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
 def test_the_proof_finds_half_a_step_at_most(seed: int, kind: torch.dtype) -> None:
-    coded: CodedPart = encode_part("w", weight(16, 64, seed).to(kind), blocks=False)
+    coded: CodedPart = encode_part("w", weight(16, 64, seed).to(kind), blocks=None)
     assert 0 < coded.errors.steps <= 0.5
     assert 0 < coded.errors.relative <= LARGEST * (1 + 1e-6)
 
@@ -84,7 +84,7 @@ def test_every_code_that_is_off_by_one_or_by_its_sign_is_found(change: int) -> N
 def test_a_row_of_zeros_has_codes_of_zero_and_a_positive_scale() -> None:
     values = weight(4, 64)
     values[2] = 0
-    coded = encode_part("w", values, blocks=False)
+    coded = encode_part("w", values, blocks=None)
     assert not coded.codes[2].any()
     assert float(coded.scales[2, 0]) == 2.0**-126
 
@@ -94,4 +94,4 @@ def test_a_value_that_is_not_finite_is_refused(wrong: float, told: str) -> None:
     values = weight(4, 64)
     values[1, 2] = wrong
     with pytest.raises(InputError, match=f"^up: holds {told} in BF16 among 256 values; take an earlier checkpoint"):
-        encode_part("up", values, blocks=False)
+        encode_part("up", values, blocks=None)

@@ -64,7 +64,9 @@ def goods(made_once: MadeOnce, demo_checkpoint: Path) -> dict[str, Path]:
         "modelopt": made_once(
             "lint-modelopt", lambda folder: fp8_checkpoints.modelopt(demo_checkpoint, folder, cache=True)
         ),
-        "fp8": made_once("lint-fp8", lambda folder: fp8_checkpoints.fine_grained(demo_checkpoint, folder)),
+        "fp8": made_once(
+            "lint-fp8-powers", lambda folder: fp8_checkpoints.fine_grained(demo_checkpoint, folder, powers=True)
+        ),
         "fp8 tensor": made_once(
             "lint-fp8-tensor", lambda folder: fp8_checkpoints.fine_grained(demo_checkpoint, folder, None)
         ),

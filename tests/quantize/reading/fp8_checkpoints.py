@@ -54,14 +54,16 @@ def quantized(
     return folder
 
 
-def fine_grained(source: Path, folder: Path, block: tuple[int, int] | None = (128, 128)) -> Path:
+def fine_grained(source: Path, folder: Path, block: tuple[int, int] | None = (128, 128), powers: bool = False) -> Path:
     """As transformers' `Fp8Quantize` and `FP8Linear` have it; without a block, one scale a weight and static inputs, as
-    Ministral's.
+    Ministral's. `powers`: scales are rounded up to powers of two, as DeepSeek-V3.1's.
     """
 
     def scaled(weight: torch.Tensor) -> Tensors:
         rows, columns = block or (weight.shape[0], weight.shape[1])
         scales = block_scales(weight, rows, columns)
+        if powers:
+            scales = torch.exp2(torch.ceil(torch.log2(scales)))
         found = {"weight": codes_of(weight, scales, rows, columns), "weight_scale_inv": scales}
         if block is None:
             return found | {"weight_scale_inv": scales.reshape(()), "activation_scale": torch.tensor(0.02)}

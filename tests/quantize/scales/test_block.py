@@ -1,12 +1,17 @@
 """The form `block` of `fp8q calibrate`: weights in blocks of 128 x 128, inputs in groups of 128 values of a token."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -15,13 +20,14 @@ from fp8q.calibrate.model.source import Source
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.options import BLOCK, DYNAMIC, ConvertOptions, DistillOptions, ScaleOptions
+from fp8q.options import BLOCK, DYNAMIC, ConvertOptions, DistillOptions, ScaleGrid, ScaleOptions
 from fp8q.quantize.codes.blocks import block_values, group_values, spread_scales, weight_blocks
 from fp8q.quantize.lint.check import checkpoint_findings
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.reference.linear import BlockLinear
+from fp8q.quantize.scales.clip import powers_of_two
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.quantize.weights.channels import block_scales, quantize_scaled
+from fp8q.quantize.weights.channels import WeightMethod, block_scales, quantize_scaled
 from fp8q.quantize.weights.gptq import compensation, gptq_codes
 from fp8q.quantize.weights.sequential import gemm_input
 from fp8q.stages import distill as distill_stage
@@ -75,11 +81,11 @@ def log_p(model: Any, ids: torch.Tensor) -> torch.Tensor:
 def test_groups_and_blocks_at_the_end_of_a_side_are_smaller() -> None:
     x = torch.zeros(1, 200)
     x[0, 0], x[0, 1], x[0, 130] = 448.0, 0.3, 0.01
-    found = group_values(x)
+    found = group_values(x, powers=False)
     # 0.3 under a scale of 1: codes of 2^-5 near it
     assert found[0, [0, 1]].tolist() == [448.0, 0.3125]
     torch.testing.assert_close(found[0, 130], torch.tensor(0.01))
-    assert group_values(x[:0]).shape == (0, 200)
+    assert group_values(x[:0], powers=False).shape == (0, 200)
     scale = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     spread_scale = spread_scales(scale, slice(127, 129), 130)
     assert spread_scale[:, [0, 127, 128, 129]].tolist() == [[1, 1, 2, 2], [3, 3, 4, 4]]
@@ -88,14 +94,80 @@ def test_groups_and_blocks_at_the_end_of_a_side_are_smaller() -> None:
     assert weight_blocks(torch.ones(130, 130)).sum(1).tolist() == [128 * 128, 128 * 2, 2 * 128, 4]
 
 
+def test_scales_of_groups_are_rounded_up_to_powers_of_two() -> None:
+    x = torch.zeros(3, 130)
+    x[0, 0], x[0, 1], x[1, 0], x[2, 129] = 449.0, 0.3, 448.0, 1.75 * 2.0**-9
+    found = group_values(x, powers=True)
+    # 449 under a scale of 2: 224.5, rounded to even among 208, 224, 240; 0.15 lies between codes 2^-6 apart
+    assert found[0, [0, 1]].tolist() == [448.0, 0.3125]
+    assert found[1, 0] == 448.0
+    assert found[2, 129] == 1.75 * 2.0**-9
+    assert group_values(torch.zeros(1, 4), powers=True).tolist() == [[0.0] * 4]
+
+
+@given(
+    st.lists(st.floats(-(2.0**20), 2.0**20, width=32), min_size=1, max_size=8).filter(any),
+    st.integers(-30, 30),
+)
+def test_a_group_is_what_its_values_round_to_under_the_least_power_that_saturates_none(
+    values: list[float], exponent: int
+) -> None:
+    x = torch.tensor([values]) * 2.0**exponent
+    amax = max(float(x.abs().max()), 1e-10)
+    power = 2.0 ** math.ceil(math.log2(amax / 448))
+    while amax > 448 * power:  # log2 rounds
+        power *= 2
+    while amax <= 448 * power / 2:
+        power /= 2
+    oracle = (x[0].numpy().astype(np.float64) / power).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * power
+    assert group_values(x, powers=True)[0].double().tolist() == oracle.tolist()
+
+
+def rounded_again(values: torch.Tensor) -> torch.Tensor:
+    """What vLLM makes of a weight for DeepGEMM: blocks under the least power of two that saturates nothing."""
+    made = torch.zeros_like(values)
+    for top in range(0, len(values), 128):
+        for left in range(0, values.shape[1], 128):
+            block = values[top : top + 128, left : left + 128]
+            power = torch.exp2(torch.ceil(torch.log2(block.abs().amax().clamp_min(1e-10) / 448)))
+            made[top : top + 128, left : left + 128] = (block / power).to(torch.float8_e4m3fn).float() * power
+    return made
+
+
+@pytest.mark.parametrize("method", ["amax", "mse"])
+def test_servers_round_blocks_under_powers_of_two_no_second_time(method: WeightMethod) -> None:
+    torch.manual_seed(0)
+    weight = (torch.randn(300, 260) * torch.logspace(-3, 0, 260)).bfloat16()
+    grids: dict[ScaleGrid, bool] = {"power-of-two": True, "bf16": False}
+    for grid, alike in grids.items():
+        scale = block_scales(weight, method, grid)
+        assert scale is not None
+        assert powers_of_two(scale.numpy()) == alike
+        values = quantize_scaled(weight, scale, method).values  # type: ignore[union-attr]
+        assert torch.equal(rounded_again(values), values) == alike
+
+
+def test_a_layer_whose_weight_has_powers_of_two_takes_them_for_its_input() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(130, 200).bfloat16(), torch.randn(2, 200)
+    grids: dict[ScaleGrid, bool] = {"power-of-two": True, "bf16": False}
+    for grid, powers in grids.items():
+        scale = block_scales(weight, "mse", grid)
+        assert scale is not None
+        made = quantize_scaled(weight, scale, "mse")
+        layer = BlockLinear(made.codes, scale, None, "exact")  # type: ignore[union-attr]
+        expected = group_values(x, powers).double() @ made.values.double().T  # type: ignore[union-attr]
+        torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_layer_sums_code_times_scale() -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(130, 200).bfloat16(), torch.randn(2, 3, 200)
-    scale = block_scales(weight, "amax")
+    scale = block_scales(weight, "amax", "bf16")
     assert scale is not None
     made = quantize_scaled(weight, scale, "amax")
     layer = BlockLinear(made.codes, scale, torch.ones(130), "fast")  # type: ignore[union-attr]
-    expected = group_values(x).double() @ made.values.double().T + 1  # type: ignore[union-attr]
+    expected = group_values(x, powers=False).double() @ made.values.double().T + 1  # type: ignore[union-attr]
     torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
     assert layer(x.bfloat16()).dtype == torch.bfloat16
 
@@ -173,7 +245,8 @@ def test_the_loss_stands_where_it_is_expected(
 def test_patterns_mix_it_with_other_forms_and_transformers_loads_them(
     first_layer: Run, rescaled_layer: RescaledLayer
 ) -> None:
-    run = rescaled_layer(form=("block", "*.down_proj=dynamic"))
+    # transformers computes groups under FP32 scales
+    run = rescaled_layer(form=("block", "*.down_proj=dynamic"), block_scale_grid="bf16")
     scales = load_scales(run)
     assert scales.forms[f"{LAYER}.mlp.down_proj"] == DYNAMIC
     assert scales.forms[f"{LAYER}.mlp.up_proj"] == BLOCK
@@ -189,7 +262,7 @@ def test_gptq_under_blocks_lowers_the_error_of_the_gemm_and_is_nearest_without_c
     torch.manual_seed(0)
     weight = torch.randn(150, 300).mul_(torch.logspace(-2, 0, 300)).bfloat16()
     x = torch.randn(2000, 300) @ torch.randn(300, 300)
-    scale = block_scales(weight, "mse")
+    scale = block_scales(weight, "mse", "power-of-two")
     assert scale is not None
     by_gptq = block_values(gptq_codes(weight, scale, compensation(x.T @ x)), scale)
     by_nearest = quantize_scaled(weight, scale, "mse").values  # type: ignore[union-attr]
@@ -205,7 +278,9 @@ def test_gptq_under_blocks_lowers_the_error_of_the_gemm_and_is_nearest_without_c
 def test_sensitivity_and_sequential_rounding_see_the_same_values(block: Run) -> None:
     x = torch.randn(2, 5, 256)
     scale = next(iter(load_scales(block).activations.values()))
-    assert torch.equal(gemm_input(x, scale), group_values(x))
+    assert scale.group_grid == "power-of-two"
+    assert torch.equal(gemm_input(x, scale), group_values(x, powers=True))
+    assert torch.equal(gemm_input(x, scale.model_copy(update={"group_grid": None})), group_values(x, powers=False))
 
 
 def test_what_has_no_form_of_it_is_refused(block: Run, source: Source) -> None:
@@ -232,6 +307,12 @@ def test_what_has_no_form_of_it_is_refused(block: Run, source: Source) -> None:
     with pytest.raises(InputError) as refused:
         load_reference(block.model, "exact", torch.float32).sum_in("fp22")
     assert str(refused.value).startswith(f"--accumulator fp22: {LAYER}.")
+    for options in (ScaleOptions, ConvertOptions):
+        with pytest.raises(InputError) as refused:
+            options(block_scale_grid="bf16")
+        assert str(refused.value) == (
+            "--block-scale-grid bf16: is for blocks, and no module is in them; leave it out, or give --form block"
+        )
     with pytest.raises(InputError) as refused:
         ScaleOptions(form=("block",), weight_scale="tensor")
     assert str(refused.value) == (

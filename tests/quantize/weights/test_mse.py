@@ -97,3 +97,16 @@ def test_the_search_leaves_the_number_of_threads_as_it_was() -> None:
     before = torch.get_num_threads()
     mse_scales(torch.ones(3, 8, dtype=torch.bfloat16))
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("kind", rows_of_every_kind())
+def test_no_power_of_two_errs_less(kind: str) -> None:
+    row = rows_of_every_kind()[kind].to(torch.bfloat16)
+    (scale,) = mse_scales(row[None], "power-of-two")
+    assert np.frexp(scale)[0] == 0.5
+    histogram = Histogram.from_dense(torch.bincount(row.abs().view(torch.int16), minlength=PATTERNS).numpy())
+    powers = np.ldexp(np.float32(scale), np.arange(-4, 5)).astype(np.float32)
+    powers = powers[powers >= np.finfo(np.float32).tiny]
+    energy = float(row.double().square().sum())
+    errors = squared_error(histogram, E4M3, powers)
+    assert squared_error(histogram, E4M3, [scale])[0] <= errors.min() * (1 + 1e-5) + 1e-13 * energy
