@@ -46,13 +46,15 @@ error never grows. The price is a GEMM of H and the weights for each pass: twice
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 
 import torch
 
 from ...calibrate.measure.held_out import has_own_input, input_name, load_held_out
 from ...calibrate.measure.moments import load_moments, shrink
+from ...calibrate.model.launching import launched
 from ...core.errors import InputError
 from ..codes.blocks import SIDE
 from ..codes.encoding import CODE, nearest_values
@@ -86,9 +88,9 @@ def descend(wanted: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, mom
     for _ in range(PASSES):
         for start in range(0, len(values), BLOCK):
             block = slice(start, start + BLOCK)
-            moved = descend_block(values[block], gradient[block], moments[block, block], steps[block])
-            gradient[:start].addmm_(moments[:start, block], moved, alpha=-1)
-            gradient[start + BLOCK :].addmm_(moments[start + BLOCK :, block], moved, alpha=-1)
+            moved, remaining = _moved(values, gradient, moments, steps, start)
+            for rows in remaining:
+                gradient[rows].addmm_(moments[rows, block], moved, alpha=-1)
         torch.sub(wanted, values, out=lost)
         after = _total(lost, gradient, weights)
         ended = after >= before * (1 - WORTHWHILE)
@@ -97,6 +99,29 @@ def descend(wanted: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, mom
         steps = steps.masked_fill(ended, 0)
         before = after
     values.copysign_(torch.where(values == 0, wanted, values))  # zeros have the sign that nearest rounding gives them
+
+
+def block_kernels() -> ModuleType:
+    """The kernels of a block, which import Triton."""
+    return import_module(".block_kernels", __package__)
+
+
+#: The change of each weight of a block, float32 [block, out], and the rows of the gradient that are still to follow it.
+Moved = tuple[torch.Tensor, tuple[slice, ...]]
+
+
+def _moved(
+    values: torch.Tensor, gradient: torch.Tensor, moments: torch.Tensor, steps: torch.Tensor, start: int
+) -> Moved:
+    """Change the `values` of the block from input `start` on: by a kernel where one starts."""
+    block = slice(start, start + BLOCK)
+    of_block = values[block], gradient[block], moments[block, block], steps[block]
+
+    def kernel() -> Moved:
+        return block_kernels().triton_descend(*of_block), (slice(None),)
+
+    others = slice(start), slice(start + BLOCK, None)
+    return launched(values.device, kernel, lambda: (descend_block(*of_block), others))
 
 
 def _total(lost: torch.Tensor, gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -260,9 +285,18 @@ def gptq_round(left: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) ->
     passed_on = -factor.diagonal().reciprocal()
     for start in range(0, len(left), BLOCK):
         block = slice(start, start + BLOCK)
-        round_block(left[block], values[block], factor[block, block], passed_on[block])
+        _rounded_block(left[block], values[block], factor[block, block], passed_on[block])
         left[start + BLOCK :].addmm_(factor[block, start + BLOCK :].T, left[block], alpha=-1)
     return values
+
+
+def _rounded_block(left: torch.Tensor, values: torch.Tensor, factor: torch.Tensor, passed_on: torch.Tensor) -> None:
+    """Round a block as `round_block` does: by a kernel where one starts."""
+
+    def kernel() -> None:
+        block_kernels().triton_round(left, values, factor, passed_on)
+
+    launched(left.device, kernel, lambda: round_block(left, values, factor, passed_on))
 
 
 def round_block(left: torch.Tensor, values: torch.Tensor, factor: torch.Tensor, passed_on: torch.Tensor) -> None:
