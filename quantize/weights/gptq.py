@@ -199,16 +199,19 @@ def compensation(moments: torch.Tensor, lost: float = 0.0) -> Compensation:
     ordered = damped.float().flip(0, 1)
     factor_in_place(damped)
     invert(damped)
-    return Compensation(order, noise, ordered, damped.float().flip(0, 1))
+    inverse = damped.float()
+    del damped  # of a wide input it is gigabytes
+    return Compensation(order, noise, ordered, inverse.flip(0, 1))
 
 
 def invert(lower: torch.Tensor) -> None:
     """Invert a lower triangular matrix in place, block row by block row, to save the memory of a second matrix."""
+    unit = torch.eye(BLOCK, dtype=lower.dtype, device=lower.device)
     for start in range(0, len(lower), BLOCK):
         rows = lower[start : start + BLOCK]
         diagonal = rows[:, start : start + BLOCK]
-        unit = torch.eye(len(diagonal), dtype=lower.dtype, device=lower.device)
-        diagonal.copy_(torch.linalg.solve_triangular(diagonal, unit, upper=False))
+        size = len(diagonal)
+        diagonal.copy_(torch.linalg.solve_triangular(diagonal, unit[:size, :size], upper=False))
         rows[:, :start] = -(diagonal @ (rows[:, :start] @ lower[:start, :start]))
 
 

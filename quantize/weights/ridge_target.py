@@ -95,6 +95,7 @@ def _chosen_ridges(learned: MomentSums, judged: MomentSums, sizes: Sequence[int]
             better = loss < best[number]
             best[number] = torch.where(better, loss, best[number])
             chosen[number] = torch.where(better, ridge, chosen[number])
+        del factor  # before the next is made: of a wide input it is gigabytes
     return chosen
 
 

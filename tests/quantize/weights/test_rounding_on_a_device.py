@@ -228,3 +228,25 @@ def test_a_gpus_codes_of_dyadic_numbers_are_the_cpus_bit_for_bit() -> None:
     codes = gptq_codes(dense, scale, compensation(moments))
     there = gptq_codes(dense.cuda(), scale.cuda(), compensation(moments.cuda()))
     assert torch.equal(there.cpu().view(torch.uint8), codes.view(torch.uint8))
+
+
+def test_the_widest_input_of_a_70b_fits_24_gb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """28,672 inputs: H, its factor in FP64 and in FP32, and a part of the channels at a time, of which each value takes
+    20 bytes. A layer's weights in FP32, 3.4 GB, lie beside them where layers are rounded one by one.
+    """
+    width, outputs = 28_672, 8192
+    monkeypatch.setattr("fp8q.quantize.weights.gptq.invert", lambda lower: None)  # in place, a block row at a time
+    monkeypatch.setattr("fp8q.quantize.weights.gptq.PASSES", 1)
+    monkeypatch.setattr("fp8q.quantize.weights.gptq.BLOCK", 4096)
+    with fake_device() as counted:
+        halves = [MomentSums(width, outputs, "npu") for _ in range(2)]
+        ridge_targets([numbers(outputs, width, dtype=torch.bfloat16)], *halves)
+    assert counted.peak < 20e9
+    assert 4 * 855e6 + counted.peak < 24e9
+    del halves
+    with fake_device() as counted:
+        factored = compensation(numbers(width, width), 0.01)
+        assert counted.peak < 17e9
+        counted.peak = 0
+        gptq_codes(numbers(outputs, width, dtype=torch.bfloat16), numbers(outputs), factored)
+    assert counted.peak < 12e9
