@@ -173,7 +173,7 @@ def over_nearest(
     for name, weight in weights.items():
         of_expert = tokens.tokens(input_name(name)) if ".experts." in name else None
         if of_expert is not None and len(of_expert) >= LEAST:
-            errors = [gemm_error(weight, made[name].values, of_expert) for made in (gptq, nearest)]
+            errors = [float(gemm_error(weight, made[name].values, of_expert)) for made in (gptq, nearest)]
             by_kind["down" if name.endswith("down_proj") else "gate and up"].append(errors[0] / errors[1])
     return {
         kind: {

@@ -37,6 +37,7 @@ PARTS: Mapping[str, str] = {
         )
     },
     "distill_memory": "distill_memory.py",
+    "rounding_launches": "rounding_launches.py --models 8B",
     "memory_sequential": "memory.py --layers 2 7 --width 1024 --weight-rounding sequential",
     **{
         name: f"{name}.py"

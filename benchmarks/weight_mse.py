@@ -91,7 +91,7 @@ def squared_error(tensor: torch.Tensor, scale: torch.Tensor) -> float:
 
 def measure(tensors: list[torch.Tensor], rounds: int) -> tuple[dict[str, Seconds], float]:
     """The best seconds of ours, ModelOpt's and the ceiling, taking turns, and the error of ours over ModelOpt's."""
-    ours = [torch.from_numpy(mse_scales(tensor)) for tensor in tensors]
+    ours = [mse_scales(tensor) for tensor in tensors]
     best = dict.fromkeys(("ours", "modelopt", "ceiling"), (float("inf"), float("inf")))
     for _ in range(rounds):
         modelopt_s, theirs = modelopt_search(tensors)

@@ -94,7 +94,7 @@ def as_the_paper(moments: torch.Tensor, lost: float) -> Compensation:
     damped = moments.double()
     damped.diagonal().add_(DAMPING * damped.diagonal().mean())
     factor = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True).float()
-    return Compensation(torch.arange(len(moments)), torch.zeros(len(moments)), damped.float(), factor)
+    return Compensation(torch.arange(len(moments)), None, damped.float(), factor)
 
 
 def goal(weight: torch.Tensor, found: Compensation) -> torch.Tensor:
@@ -108,7 +108,7 @@ def in_turn(method: WeightMethod, compensate: Callable[[torch.Tensor, float], Co
     def step(weight: torch.Tensor, moments: torch.Tensor, lost: float) -> torch.Tensor:
         found, scale = compensate(moments, lost), scales_by(weight, method)
         wanted = goal(weight, found)
-        values, _ = gptq_round(wanted.clone(), scale, found.factor)
+        values = gptq_round(wanted.clone(), scale, found.factor)
         if passes:
             descend(wanted, values, scale, found.moments)
         return (values * scale)[torch.argsort(found.order)].T

@@ -271,7 +271,8 @@ def _rounding(
     options = key.options
     scaling = weight_scaling(source, statistics, scales, options)
     if run.distilled.name in key.inputs:
-        yield Rounding(scaling, (RoundedCodes(LearnedCodes(run.distilled).judged, scaling.method, "learned"),))
+        learned = RoundedCodes(LearnedCodes(run.distilled).judged, scaling.method, "learned")
+        yield Rounding(scaling, (learned,), device=device())
         return
     inherited = inherited_codes(source, options, scaling.blocks)
     inherited_first = (inherited,) if inherited else ()
@@ -285,16 +286,16 @@ def _rounding(
             activations = {name: scale for name, scale in inputs.items() if name not in few}
             made = SequentialRounding(source, activations, scaling, batches, folder, device()).run(notes)
             sequential = RoundedCodes(made.judged, scaling.method, "sequential")
-            yield Rounding(scaling, (*inherited_first, sequential), in_blocks=in_blocks)
+            yield Rounding(scaling, (*inherited_first, sequential), in_blocks, device())
     elif options.weight_rounding == "gptq":
         lost = {module: lost_share(activation.sqnr_db) for module, activation in scales.activations.items()}
         lost |= dict.fromkeys(scales.in_form(BF16), 0.0)
         first = group_of(record.groups)
         compensations = compensations_of(run, statistics, options, run.moments, first, lost)
         gptq = GptqCodes(scaling, compensations, codes)
-        yield Rounding(scaling, (*inherited_first, gptq), in_blocks=in_blocks)
+        yield Rounding(scaling, (*inherited_first, gptq), in_blocks, device())
     else:
-        yield Rounding(scaling, inherited_first, in_blocks=in_blocks)
+        yield Rounding(scaling, inherited_first, in_blocks, device())
 
 
 def compensations_of(
@@ -326,7 +327,7 @@ def weight_scaling(source: Source, statistics: Statistics, scales: Scales, optio
     dense = [module for module in scales.modules if not module.startswith(experts) and module not in blocks]
 
     def read(module: str) -> torch.Tensor:
-        return weights.tensor(source.stored(f"{module}.weight")).to(torch.bfloat16)
+        return weights.tensor(source.stored(f"{module}.weight")).to(device(), torch.bfloat16)
 
     families = joined_families(dense, statistics.record.groups.values())
     return replace(scaling, tensor_scales=tensor_scales(families, read, options.weight_method))

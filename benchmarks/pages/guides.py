@@ -91,6 +91,7 @@ def llama_on_one_gpu() -> str:
     tokens = [windows * length for windows, length in WINDOWS.values()]
     flop = [2 * model.parameters * count for count in tokens]
     moments = 4 * model.layers * (3 * model.width**2 + model.inner**2)
+    counted = load("rounding_launches")["models"]["8B"]
     mse = load("weight_mse")["results"][0]["ours_s_per_billion"] * (model.parameters - model.wide) / 1e9
     rows = [
         ["tokens T", "windows · length", *(f"{count:,}" for count in tokens)],
@@ -109,6 +110,12 @@ def llama_on_one_gpu() -> str:
         ["choosing the weights' scales, two CPU cores", "measured for 10⁹ weights", *[took(mse)] * 2],
         ["`gptq`: second moments on disk", "4 bytes · 32 · (3 · 4,096² + 14,336²)", *[gb(moments)] * 2],
         ["`gptq`: rounding, one CPU thread", "measured for a weight of each shape", *[took(gptq_seconds(model))] * 2],
+        [
+            "`gptq`: rounding, one H100 SXM's ceilings",
+            f"FLOP, bytes and {counted['launches']:,} launches, counted",
+            *[took(counted["bound_s"])] * 2,
+        ],
+        ["`gptq`: memory of the GPU at most, beside the model's", "counted", *[gb(counted["peak_bytes"])] * 2],
     ]
     return table(["what", "formula", *WINDOWS], rows)
 

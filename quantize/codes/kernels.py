@@ -33,10 +33,12 @@ _SMALLEST_NORMAL = (_BIAS + 1 - E4M3.bias) << _FRACTION
 _STEPS = float(2.0 ** (1 - E4M3.bias + _DROPPED))
 #: The difference of FP32's exponent and leading fraction bits from E4M3's code of the same number.
 _EXCESS = (_BIAS - E4M3.bias) << E4M3.mantissa_bits
+#: What `round_e4m3` knows of the format, in the order of its parameters.
+FORMAT = (_DROPPED, _LARGEST, _SMALLEST_NORMAL, _STEPS, _EXCESS)
 
 
 @triton.jit
-def _round(
+def round_e4m3(
     quotient,
     dropped: tl.constexpr,
     largest: tl.constexpr,
@@ -88,11 +90,11 @@ def _encode(
     # Two terms have a power of two as their scale, so a product with its inverse is the quotient, and faster.
     inverse = tl.div_rn(1.0, scale)
     quotient = x * inverse if terms == 2 else tl.div_rn(x, scale)
-    code, value = _round(quotient, dropped, largest, smallest_normal, steps, excess)
+    code, value = round_e4m3(quotient, dropped, largest, smallest_normal, steps, excess)
     tl.store(codes_at + at, code.to(tl.uint8), mask=inside)
     if terms == 2:
         rest = (x - value * scale) * divisor
-        second, _ = _round(rest * inverse, dropped, largest, smallest_normal, steps, excess)
+        second, _ = round_e4m3(rest * inverse, dropped, largest, smallest_normal, steps, excess)
         tl.store(codes_at + count + at, second.to(tl.uint8), mask=inside)
 
 
@@ -109,7 +111,7 @@ def triton_encode(x: torch.Tensor, scale: torch.Tensor, terms: int) -> torch.Ten
     if count:
         _encode[((count + BLOCK - 1) // BLOCK,)](
             x, scale, codes, count, bf16, terms, float(TWO_TERMS.divisor), BLOCK,
-            _DROPPED, _LARGEST, _SMALLEST_NORMAL, _STEPS, _EXCESS,
+            *FORMAT,
         )  # fmt: skip
     return codes.view(torch.float8_e4m3fn)
 

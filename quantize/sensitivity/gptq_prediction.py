@@ -25,6 +25,7 @@ import torch
 from ...calibrate.measure.moments import SecondMoments, load_moments
 from ...core.files import replacing
 from ..weights.gptq import DAMPING
+from ..weights.no_waiting import factor_in_place
 from .document import Site
 from .site_quantizers import Quantizer
 
@@ -117,25 +118,26 @@ class Unexplained:
         """
         order = torch.argsort(moments.diagonal(), descending=True, stable=True)
         damped = moments[order[:, None], order]
-        mean = float(damped.diagonal().mean())
-        damped.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)
-        factor = torch.linalg.cholesky(damped.flip(0, 1))  # damping bounds what FP32 loses
-        return cls(order, damped.diagonal().clone(), factor.diagonal().square().flip(0))
+        mean = damped.diagonal().mean().double()
+        damped.diagonal().add_(torch.where(mean > 0, DAMPING * mean, 1.0))
+        energy = damped.diagonal().clone()
+        reverse = damped.flip(0, 1)
+        factor_in_place(reverse)  # damping bounds what FP32 loses
+        return cls(order, energy, reverse.diagonal().square().flip(0))
 
 
-def share_left(error: torch.Tensor, unexplained: Unexplained, tokens: int, calibrated: int) -> float:
+def share_left(error: torch.Tensor, unexplained: Unexplained, tokens: int, calibrated: int) -> torch.Tensor:
     """Predict the share that GPTQ leaves of the loss by `error` float32 [out, in], the error of rounding a weight to
-    nearest.
+    nearest, float64 [].
 
     `unexplained`: of the weight's input, over `tokens`; `calibrated`: the tokens that GPTQ would use.
     """
-    after = torch.arange(len(unexplained.order) - 1, -1, -1)
+    after = torch.arange(len(unexplained.order) - 1, -1, -1, device=error.device)
     chance = (1 + after / calibrated) / (1 - after / tokens).clamp_min(LEAST)
     errors = error.square().sum(0)[unexplained.order]
-    now = float((errors * unexplained.energy).sum())
-    if now > 0:
-        return float((errors * torch.minimum(chance * unexplained.left, unexplained.energy)).sum()) / now
-    return 1.0
+    now = (errors * unexplained.energy).sum().double()
+    later = (errors * torch.minimum(chance * unexplained.left, unexplained.energy)).sum().double()
+    return torch.where(now > 0, later / now, 1.0)
 
 
 def left_of_sites(quantizer: Quantizer, sites: Iterable[Site], gathered: Gathered, calibrated: int) -> dict[str, float]:
@@ -148,7 +150,7 @@ def left_of_sites(quantizer: Quantizer, sites: Iterable[Site], gathered: Gathere
     for site in sites:
         if site.kind == "activation" and site.module in tokens:
             nearest = [member for member in site.members if weights[member].rounding == "nearest"]
-            errors = {member: quantizer.weight_error(member).cpu() for member in nearest}
+            errors = {member: quantizer.weight_error(member) for member in nearest}
             shares |= shares_left(errors, site.module, gathered, calibrated)
     return shares
 
@@ -158,5 +160,7 @@ def shares_left(errors: Mapping[str, torch.Tensor], name: str, gathered: Gathere
     tokens = gathered.tokens
     if name not in tokens or not errors:
         return {}
-    unexplained = Unexplained.from_moments(load_moments(gathered.folder, name))
-    return {module: share_left(error, unexplained, tokens[name], calibrated) for module, error in errors.items()}
+    device = next(iter(errors.values())).device
+    unexplained = Unexplained.from_moments(load_moments(gathered.folder, name).to(device))
+    shares = torch.stack([share_left(error, unexplained, tokens[name], calibrated) for error in errors.values()])
+    return dict(zip(errors, shares.tolist(), strict=True))

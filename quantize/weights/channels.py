@@ -5,27 +5,29 @@ With these scales fixed, weights are rounded to nearest, or by GPTQ (`gptq`). A 
 (`weights.tensor_scales`) is coded under it as under a scale for each channel, all of them equal.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
 import torch
 
 from ...options import ScaleGrid, WeightRounding
 from ..codes.blocks import SIDE, block_values, spread_scales, weight_blocks
 from ..codes.encoding import ENCODERS
 from ..codes.formats import E4M3, Grid
-from ..scales.clip import SMALLEST_SCALE, ratio_db, scale_of
+from ..scales.clip import SMALLEST_SCALE, ratio_db
 from ..scales.decisions import INHERITED, HeldOutError, Skipped, WeightScales
 from .gptq import Compensation, gptq_codes
-from .held_out import compared_with_nearest
-from .mse import mse_scales
+from .held_out import LEAST, compared_with_nearest
+from .mse import mse_scales, scales_of
+from .no_waiting import certainly, on_host
 
 WeightMethod = Literal["amax", "mse"]
-#: Values that are converted to FP32 at a time: two FP32 copies of a whole matrix would take four times its bytes, and
-#: larger blocks fragment the heap.
+#: Values that are converted to FP32 at a time, on the host and on another device: two FP32 copies of a whole matrix
+#: would take four times its bytes, and larger blocks fragment the heap.
 BLOCK_VALUES = 1 << 20
+DEVICE_VALUES = 1 << 26
 
 
 #: Codes float8_e4m3fn [out, in] and scale float32 [out] of a module, and how an expert's were judged.
@@ -45,16 +47,17 @@ class WeightScaling:
     block_grid: ScaleGrid = "power-of-two"
 
     def scale(self, module: str, weight: torch.Tensor, format: Grid = E4M3) -> torch.Tensor | None:
-        """Choose the scales of the `weight` [out, in] of `module`, float32 [out] or [blocks, blocks]; None for a weight
-        of zeros.
+        """Choose the scales of the `weight` [out, in] of `module`, float32 [out] or [blocks, blocks], on its device;
+        None for a weight of zeros, or scales of zero on another device than the host.
         """
         if module in self.blocks:
             return block_scales(weight, self.method, self.block_grid)
         if module not in self.tensor_scales:
             return channel_scales(weight, self.method, format)
-        if bool(weight.any()):
-            return torch.full((len(weight),), self.tensor_scales[module])
-        return None
+        some = weight.any()
+        if certainly(~some):
+            return None
+        return torch.where(some, self.tensor_scales[module], 0.0).float().repeat(len(weight))
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,14 @@ class QuantizedWeight:
     @property
     def values(self) -> torch.Tensor:
         """Code × scale, float32 [out, in]."""
-        if self.scale.dim() == 2:
-            return block_values(self.codes, self.scale)
-        return self.codes.float() * self.scale[:, None]
+        return dequantized(self.codes, self.scale)
+
+
+def dequantized(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Code × scale of `codes` [out, in] under `scale` float32 [out] or [blocks, blocks], float32 [out, in]."""
+    if scale.dim() == 2:
+        return block_values(codes, scale)
+    return codes.float() * scale[:, None]
 
 
 def quantize_weight(
@@ -100,15 +108,19 @@ def quantize_scaled(
     skips the weight.
     """
     if scale is None:
-        return Skipped(
-            reason="amax of the weight is 0: every value is zero or vanishes in BF16", value=0.0, samples=weight.numel()
-        )
+        return _skipped(weight)
     if compensation is None:
         codes = nearest_codes(weight, scale, format)
     else:
         codes = gptq_codes(weight if wanted is None else wanted, scale, compensation)
-    return QuantizedWeight(
-        codes, scale, weight_summary(weight, codes, scale, method, "nearest" if compensation is None else "gptq")
+    rounding: WeightRounding = "nearest" if compensation is None else "gptq"
+    summary = weight_summary(weight, codes, scale, method, rounding)
+    return QuantizedWeight(codes, scale, summary) if summary.scale_max else _skipped(weight)
+
+
+def _skipped(weight: torch.Tensor) -> Skipped:
+    return Skipped(
+        reason="amax of the weight is 0: every value is zero or vanishes in BF16", value=0.0, samples=weight.numel()
     )
 
 
@@ -128,18 +140,44 @@ def judged(
     """
     if isinstance(compensated, Skipped):
         return compensated
+    if tokens is None or len(tokens) < LEAST:
+        nearest = nearest_codes(weight, compensated.scale)
+        error = HeldOutError(tokens=0 if tokens is None else len(tokens))
+        return of_stored(weight, (nearest, compensated.scale, error), method, "gptq")
+    codes, facts = best_on_held_out(weight, compensated, tokens.to(weight.device), shrunk, lost)
+    ratio, by_shrunk = facts.tolist()
+    over_nearest = None if math.isnan(ratio) else ratio
+    error = HeldOutError(tokens=len(tokens), over_nearest=over_nearest, shrunk=True if by_shrunk else None)
+    return of_stored(weight, (codes, compensated.scale, error), method, "gptq")
+
+
+def best_on_held_out(
+    weight: torch.Tensor,
+    compensated: QuantizedWeight,
+    tokens: torch.Tensor,
+    shrunk: Compensation | None = None,
+    lost: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose among the codes that `judged` describes, without a wait. Returns the codes; and as float64 [2] the error
+    of the best compensated ones over the nearest's, NaN where the latter have none, and 1 where these are by `shrunk`.
+    """
     scale = compensated.scale
     nearest = nearest_codes(weight, scale)
-    near = QuantizedWeight(nearest, scale, compensated.summary).values
+    near = dequantized(nearest, scale)
     codes = compensated.codes
-    error = compared_with_nearest(weight, compensated.values, near, tokens, lost)
-    if shrunk is not None and error.over_nearest is not None:
-        other = QuantizedWeight(gptq_codes(weight, scale, shrunk), scale, compensated.summary)
-        by_shrunk = compared_with_nearest(weight, other.values, near, tokens, lost)
-        if by_shrunk.over_nearest is not None and by_shrunk.over_nearest < error.over_nearest:
-            codes = other.codes
-            error = by_shrunk.model_copy(update={"shrunk": True})
-    return of_stored(weight, (codes if error.beats_nearest else nearest, scale, error), method, "gptq")
+    ratio = compared_with_nearest(weight, compensated.values, near, tokens, lost)
+    better = torch.zeros_like(ratio, dtype=torch.bool)
+    if shrunk is not None:
+        others = gptq_codes(weight, scale, shrunk)
+        of_others = compared_with_nearest(weight, dequantized(others, scale), near, tokens, lost)
+        better = of_others < ratio
+        codes = _codes_where(better, others, codes)
+        ratio = torch.where(better, of_others, ratio)
+    return _codes_where(ratio < 1, codes, nearest), torch.stack([ratio, better.double()])
+
+
+def _codes_where(flag: torch.Tensor, codes: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    return torch.where(flag, codes.view(torch.uint8), others.view(torch.uint8)).view(codes.dtype)
 
 
 def of_stored(
@@ -148,7 +186,8 @@ def of_stored(
     """Describe codes of `weight` [out, in] by `rounding`; those that were judged no better than the nearest are the
     nearest.
     """
-    codes, scale, error = stored
+    codes, scale = (tensor.to(weight.device) for tensor in stored[:2])
+    error = stored[2]
     by = rounding if error is None or error.beats_nearest else "nearest"
     summary = weight_summary(weight, codes, scale, method, by)
     return QuantizedWeight(codes, scale, summary.model_copy(update={"held_out": error}))
@@ -161,7 +200,13 @@ def weight_summary(
     method: WeightMethod,
     rounding: WeightRounding | Literal["learned"],
 ) -> WeightScales:
-    """Describe the `codes` [out, in] of `weight` under `scale` float32 [out] or [blocks, blocks]."""
+    """Describe the `codes` [out, in] of `weight` under `scale` float32 [out] or [blocks, blocks].
+
+    Here a device is waited for. Raises RuntimeError for codes that are NaN under a scale, by moments without a factor.
+    """
+    scale_min, scale_max, signal, noise, zero_channels = weight_facts(weight, codes, scale).tolist()
+    if scale_max and math.isnan(noise) and math.isfinite(signal):
+        raise RuntimeError("the second moments of a weight's input have no Cholesky factor")
     in_blocks = scale.dim() == 2
     return WeightScales(
         method=method,
@@ -170,11 +215,27 @@ def weight_summary(
         channels=len(weight),
         granularity="block" if in_blocks else None,
         blocks=scale.numel() if in_blocks else None,
-        scale_min=float(scale.min()),
-        scale_max=float(scale.max()),
-        sqnr_db=_sqnr_db(weight, codes, scale),
-        zero_channels=int((_amax(weight) == 0).sum()) or None,
+        scale_min=scale_min,
+        scale_max=scale_max,
+        sqnr_db=ratio_db(signal, noise),
+        zero_channels=int(zero_channels) or None,
     )
+
+
+def weight_facts(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The smallest and largest scale, the sums of squares of the whole `weight` [out, in] and of its rounding error,
+    and the number of channels that are all zero, float64 [5].
+    """
+    zero = torch.zeros((), dtype=torch.float64, device=weight.device)
+    signal = zero
+    noise = zero
+    for rows in _blocks(weight):
+        exact = weight[rows].float()
+        lost = exact - codes[rows].float() * _of_rows(scale, rows, weight.shape[1])
+        noise = noise + lost.square().sum(dtype=torch.float64)
+        signal = signal + exact.square().sum(dtype=torch.float64)
+    zero_channels = (_amax(weight) == 0).sum()
+    return torch.stack([number.double() for number in (scale.min(), scale.max(), signal, noise, zero_channels)])
 
 
 def inherited_summary(scale: torch.Tensor) -> WeightScales:
@@ -188,14 +249,15 @@ def inherited_summary(scale: torch.Tensor) -> WeightScales:
 def channel_scales(weight: torch.Tensor, method: WeightMethod, format: Grid = E4M3) -> torch.Tensor | None:
     """The scale of each row of a finite BF16 `weight` [out, in], float32 [out] on the BF16 grid.
 
-    A row of zeros is exact with any scale, and takes the largest scale of the other rows; None where all rows are zero.
+    A row of zeros is exact with any scale, and takes the largest scale of the other rows; None where all rows are zero,
+    or scales of zero on another device than the host.
     """
-    amax = _amax(weight).float().numpy()
-    fit = scale_of(amax, format) >= SMALLEST_SCALE
-    if not fit.any():
+    least = scales_of(_amax(weight).float(), format)
+    fit = least >= SMALLEST_SCALE
+    if certainly(~fit.any()):
         return None
-    scale = np.where(fit, scale_of(amax, format) if method == "amax" else mse_scales(weight), 0)
-    return torch.from_numpy(np.where(fit, scale, scale.max()).astype(np.float32))
+    scale = torch.where(fit, least if method == "amax" else mse_scales(weight), 0)
+    return torch.where(fit, scale, scale.max())
 
 
 def block_scales(weight: torch.Tensor, method: WeightMethod, grid: ScaleGrid) -> torch.Tensor | None:
@@ -203,11 +265,12 @@ def block_scales(weight: torch.Tensor, method: WeightMethod, grid: ScaleGrid) ->
     None where all are zero. A block of zeros has the smallest scale, as `fp8q convert` gives it.
     """
     blocks = weight_blocks(weight)
-    least = scale_of(_amax(blocks).float().numpy(), E4M3, grid)
-    if not (least >= SMALLEST_SCALE).any():
+    least = scales_of(_amax(blocks).float(), E4M3, grid)
+    fit = least >= SMALLEST_SCALE
+    if certainly(~fit.any()):
         return None
-    scale = np.where(least >= SMALLEST_SCALE, least if method == "amax" else mse_scales(blocks, grid), SMALLEST_SCALE)
-    return torch.from_numpy(scale.astype(np.float32)).view(-(-len(weight) // SIDE), -1)
+    scale = torch.where(fit, least if method == "amax" else mse_scales(blocks, grid), SMALLEST_SCALE)
+    return torch.where(fit.any(), scale, 0).view(-(-len(weight) // SIDE), -1)
 
 
 def _of_rows(scale: torch.Tensor, rows: slice, columns: int) -> torch.Tensor:
@@ -222,7 +285,7 @@ def nearest_codes(weight: torch.Tensor, scale: torch.Tensor, format: Grid = E4M3
     int8) [out, in].
     """
     encode = ENCODERS[format.name]
-    codes = torch.empty(weight.shape, dtype=encode(weight[:0], torch.ones(1)).dtype)
+    codes = torch.empty(weight.shape, dtype=encode(weight[:0], scale.new_ones(())).dtype, device=weight.device)
     for rows in _blocks(weight):
         codes[rows] = encode(weight[rows], _of_rows(scale, rows, weight.shape[1]))
     return codes
@@ -235,17 +298,5 @@ def _amax(weight: torch.Tensor) -> torch.Tensor:
 
 def _blocks(weight: torch.Tensor) -> Iterator[slice]:
     """Split the rows of `weight` [out, in] into slices of at most `BLOCK_VALUES` values, or of one row."""
-    rows = max(1, BLOCK_VALUES // weight.shape[1])
+    rows = max(1, (BLOCK_VALUES if on_host(weight) else DEVICE_VALUES) // weight.shape[1])
     return (slice(start, min(start + rows, len(weight))) for start in range(0, len(weight), rows))
-
-
-def _sqnr_db(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> float | None:
-    """Signal-to-quantization-noise ratio of the whole matrix, in dB, summed in float64; None where nothing is lost."""
-    noise = signal = 0.0
-    for rows in _blocks(weight):
-        exact = weight[rows].float()
-        noise += float(
-            (exact - codes[rows].float() * _of_rows(scale, rows, weight.shape[1])).square().sum(dtype=torch.float64)
-        )
-        signal += float(exact.square().sum(dtype=torch.float64))
-    return ratio_db(signal, noise)

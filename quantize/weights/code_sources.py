@@ -24,15 +24,18 @@ from .rounding_progress import CachedCodes
 
 @dataclass(frozen=True)
 class FloatWeight:
-    """The weight of `module` before it is quantized; `read` reads it in BF16, with output channels along `axis`."""
+    """The weight of `module` before it is quantized; `read` reads it in BF16, with output channels along `axis`. It is
+    quantized on `device`.
+    """
 
     module: str
     read: Callable[[], torch.Tensor]
     axis: int = 0
+    device: str = "cpu"
 
     def rows(self) -> torch.Tensor:
-        """The weight [out, in]."""
-        return self.read().movedim(self.axis, 0).contiguous()
+        """The weight [out, in] on `device`."""
+        return self.read().to(self.device).movedim(self.axis, 0).contiguous()
 
 
 class CodeSource(Protocol):
@@ -77,14 +80,14 @@ class GptqCodes:
         lost = self.compensations.lost[module]
         if self.stored and (stored := self.stored.of_input(module, lost)):
             return of_stored(weight.rows(), stored, method, "gptq")
-        compensation = self.compensations.get(module)
+        compensation = self.compensations.get(module, weight.device)
         if compensation is None:
             return None
         rows = weight.rows()
         quantized = quantize_scaled(rows, self.scaling.scale(module, rows), method, compensation)
         if self.compensations.judges(module):
             tokens = self.compensations.held_out(module)
-            shrunk = self.compensations.shrunk(module)
+            shrunk = self.compensations.shrunk(module, weight.device)
             quantized = judged(rows, quantized, method, tokens, shrunk, lost)
         if self.stored and isinstance(quantized, QuantizedWeight):
             self.stored.keep(module, lost, quantized)
@@ -111,14 +114,17 @@ class Rounding:
     `scaling`.
 
     `in_blocks`: module -> the block of values that shares a scale in the source checkpoint, whose codes are not kept.
+    `device`: where weights are quantized; codes and scales come back to the host.
     """
 
     scaling: WeightScaling
     sources: tuple[CodeSource, ...] = ()
     in_blocks: Mapping[str, str] = field(default_factory=dict)
+    device: str = "cpu"
 
     def quantized(self, weight: FloatWeight) -> QuantizedWeight | Skipped:
         """Quantize `weight`; one of zeros is skipped."""
+        weight = replace(weight, device=self.device)
         sources = (*self.sources, NearestCodes(self.scaling))
         quantized = next(made for source in sources if (made := source.quantized(weight)) is not None)
         if isinstance(quantized, Skipped):
@@ -128,7 +134,8 @@ class Rounding:
             fields["method"] = f"{quantized.summary.method} of {block} blocks"
         if weight.module in self.scaling.tensor_scales:
             fields["granularity"] = "tensor"
-        return replace(quantized, summary=quantized.summary.model_copy(update=fields))
+        summary = quantized.summary.model_copy(update=fields)
+        return QuantizedWeight(quantized.codes.cpu(), quantized.scale.cpu(), summary)
 
 
 class LearnedCodes:

@@ -46,22 +46,26 @@ error never grows. The price is a GEMM of H and the weights for each pass: twice
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 
 import torch
 
 from ...calibrate.measure.held_out import has_own_input, input_name, load_held_out
 from ...calibrate.measure.moments import load_moments, shrink
+from ...calibrate.model.launching import launched
 from ...core.errors import InputError
 from ..codes.blocks import SIDE
 from ..codes.encoding import CODE, nearest_values
 from .mse import workers
+from .no_waiting import certainly, factor_in_place, on_host
 
 #: Passes at most, and the share of the error that a pass must take off for another to follow.
 PASSES = 8
 WORTHWHILE = 0.005
-#: Input channels that are changed before the rest of the gradient is updated; and before the rest of the block's is.
+#: Input channels that are changed, or rounded, before the rest of the matrix is updated; and before the rest of the
+#: block is: the weights of a run stay in the processor's cache.
 BLOCK = 128
 RUN = 16
 #: Share of the way to the minimum of a parabola that is left out, so that FP32 rounding decides no tie.
@@ -72,45 +76,77 @@ def descend(wanted: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, mom
     """Change `values` float32 [in, out], the values of E4M3 codes, in place until a pass lowers the error too little.
 
     `wanted` float32 [in, out]: the weights to approximate; `scale` float32 [out]: of the codes; `moments` float32
-    [in, in]: H, whose diagonal is positive.
+    [in, in]: H, whose diagonal is positive. On another device than the host all passes are made, and change nothing
+    once one was too little.
     """
     wanted = wanted / scale  # errors and gradients are in units of each channel's scale
     lost = wanted - values
     weights = scale.square()
     gradient = moments @ lost
     before = _total(lost, gradient, weights)
+    steps = (1 - MARGIN) / moments.diagonal()
     for _ in range(PASSES):
         for start in range(0, len(values), BLOCK):
             block = slice(start, start + BLOCK)
-            moved = _block(values[block], gradient[block], moments[block, block])
-            gradient[:start].addmm_(moments[:start, block], moved, alpha=-1)
-            gradient[start + BLOCK :].addmm_(moments[start + BLOCK :, block], moved, alpha=-1)
+            moved, remaining = _moved(values, gradient, moments, steps, start)
+            for rows in remaining:
+                gradient[rows].addmm_(moments[rows, block], moved, alpha=-1)
         torch.sub(wanted, values, out=lost)
         after = _total(lost, gradient, weights)
-        if after >= before * (1 - WORTHWHILE):
+        ended = after >= before * (1 - WORTHWHILE)
+        if certainly(ended):
             break
+        steps = steps.masked_fill(ended, 0)
         before = after
     values.copysign_(torch.where(values == 0, wanted, values))  # zeros have the sign that nearest rounding gives them
 
 
-def _total(lost: torch.Tensor, gradient: torch.Tensor, weights: torch.Tensor) -> float:
-    """Add up the errors of all channels by their `weights` [out], in float64."""
-    return float((lost * gradient).sum(0, dtype=torch.float64) @ weights.double())
+def block_kernels() -> ModuleType:
+    """The kernels of a block, which import Triton."""
+    return import_module(".block_kernels", __package__)
 
 
-def _block(values: torch.Tensor, gradient: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
-    """Change the `values` and the `gradient` of a block; return the change of each weight, float32 [block, out]."""
+#: The change of each weight of a block, float32 [block, out], and the rows of the gradient that are still to follow it.
+Moved = tuple[torch.Tensor, tuple[slice, ...]]
+
+
+def _moved(
+    values: torch.Tensor, gradient: torch.Tensor, moments: torch.Tensor, steps: torch.Tensor, start: int
+) -> Moved:
+    """Change the `values` of the block from input `start` on: by a kernel where one starts."""
+    block = slice(start, start + BLOCK)
+    of_block = values[block], gradient[block], moments[block, block], steps[block]
+
+    def kernel() -> Moved:
+        return block_kernels().triton_descend(*of_block), (slice(None),)
+
+    others = slice(start), slice(start + BLOCK, None)
+    return launched(values.device, kernel, lambda: (descend_block(*of_block), others))
+
+
+def _total(lost: torch.Tensor, gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Add up the errors of all channels by their `weights` [out], float64 []."""
+    return (lost * gradient).sum(0, dtype=torch.float64) @ weights.double()
+
+
+def descend_block(
+    values: torch.Tensor, gradient: torch.Tensor, moments: torch.Tensor, steps: torch.Tensor
+) -> torch.Tensor:
+    """Change the `values` and the `gradient` of a block; return the change of each weight, float32 [block, out].
+
+    `steps` float32 [block]: what the gradient is multiplied by for the way to a parabola's minimum.
+    """
     moved = torch.empty_like(values)
-    steps = ((1 - MARGIN) / moments.diagonal()).tolist()
     olds = values.unbind()
     slopes = gradient.unbind()
     moves = moved.unbind()
+    step_of = steps.unbind()
     for start in range(0, len(values), RUN):
         run = slice(start, start + RUN)
         run_gradient = gradient[run]
         columns = moments[run, run].unbind(1)
         for j, column in enumerate(columns, start):
-            new = nearest_values(torch.add(olds[j], slopes[j], alpha=steps[j]))
+            new = nearest_values(torch.addcmul(olds[j], slopes[j], step_of[j]))
             torch.sub(new, olds[j], out=moves[j])
             run_gradient.addr_(column, moves[j], alpha=-1)
         values[run] += moved[run]  # exact: both are codes
@@ -125,14 +161,11 @@ DAMPING = 0.001
 #: where that is weighed.
 EXPERT_SHRINKAGE = 0.3
 WEIGHED_SHRINKAGE = 0.1
-#: Input channels rounded before their errors are passed on to the rest of the matrix.
-BLOCK = 128
-#: Of these, inputs whose errors are passed on one by one: their weights stay in the processor's cache.
-RUN = 16
-#: Values that one thread rounds together, at most; and those of a weight that are worth another thread, whose GEMMs
-#: take longer than the operators on single inputs, for which threads wait for one another (Python's lock).
+#: Values that are rounded together, at most: by one thread of the host, and on another device, where they take 20
+#: bytes each. They are whole output channels, as many whatever the number of threads is, since a descent ends for all
+#: of them at once.
 VALUES = 1 << 23
-WORTH_A_THREAD = 1 << 22
+DEVICE_VALUES = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -140,11 +173,12 @@ class Compensation:
     """The second moments of an input and their Cholesky factor, by which GPTQ rounds.
 
     `order` int64 [in]: the order in which input channels are rounded; the others are in this order. `noise` float32
-    [in]: the diagonal of N; `moments` float32 [in, in]: H + N, damped; `factor` float32 [in, in]: U, upper triangular.
+    [in]: the diagonal of N, None for exact inputs; `moments` float32 [in, in]: H + N, damped; `factor` float32
+    [in, in]: U, upper triangular.
     """
 
     order: torch.Tensor
-    noise: torch.Tensor
+    noise: torch.Tensor | None
     moments: torch.Tensor
     factor: torch.Tensor
 
@@ -156,24 +190,28 @@ def compensation(moments: torch.Tensor, lost: float = 0.0) -> Compensation:
     """
     order = torch.argsort(moments.diagonal(), descending=True, stable=True)
     reverse = order.flip(0)
-    noise = lost * moments.diagonal()[order]
     damped = moments[reverse[:, None], reverse].double()
-    mean = float(damped.diagonal().mean())
-    damped.diagonal().add_(noise.flip(0)).add_(DAMPING * mean if mean > 0 else 1.0)
+    mean = damped.diagonal().mean()
+    noise = lost * moments.diagonal()[order] if lost else None
+    if noise is not None:
+        damped.diagonal().add_(noise.flip(0))
+    damped.diagonal().add_(torch.where(mean > 0, DAMPING * mean, 1.0))
     ordered = damped.float().flip(0, 1)
-    torch.linalg.cholesky(damped, out=damped)
+    factor_in_place(damped)
     invert(damped)
-    return Compensation(order, noise, ordered, damped.float().flip(0, 1))
+    inverse = damped.float()
+    del damped  # of a wide input it is gigabytes
+    return Compensation(order, noise, ordered, inverse.flip(0, 1))
 
 
 def invert(lower: torch.Tensor) -> None:
     """Invert a lower triangular matrix in place, block row by block row, to save the memory of a second matrix."""
+    unit = torch.eye(BLOCK, dtype=lower.dtype, device=lower.device)
     for start in range(0, len(lower), BLOCK):
         rows = lower[start : start + BLOCK]
         diagonal = rows[:, start : start + BLOCK]
-        diagonal.copy_(
-            torch.linalg.solve_triangular(diagonal, torch.eye(len(diagonal), dtype=lower.dtype), upper=False)
-        )
+        size = len(diagonal)
+        diagonal.copy_(torch.linalg.solve_triangular(diagonal, unit[:size, :size], upper=False))
         rows[:, :start] = -(diagonal @ (rows[:, :start] @ lower[:start, :start]))
 
 
@@ -196,10 +234,10 @@ def gptq_codes(weight: torch.Tensor, scale: torch.Tensor, compensation: Compensa
     if scale.dim() == 2:
         bands = zip(weight.split(SIDE), scale, strict=True)
         return torch.cat([_rounded_band(band.float(), of_band, compensation) for band, of_band in bands])
-    threads = min(torch.get_num_threads(), max(1, weight.numel() // WORTH_A_THREAD))
-    rows = max(1, min(VALUES // weight.shape[1], -(-len(weight) // threads)))
-    parts = zip(weight.split(rows), scale.split(rows), strict=True)
-    if threads < 2:
+    at_once = VALUES if on_host(weight) else DEVICE_VALUES
+    rows = max(1, at_once // weight.shape[1])
+    parts = [*zip(weight.split(rows), scale.split(rows), strict=True)]
+    if len(parts) == 1 or not on_host(weight):
         return torch.cat([_rounded(part.float(), of_part, compensation) for part, of_part in parts])
     with workers() as (pool, _):
         return torch.cat([*pool.map(lambda part: _rounded(part[0].float(), part[1], compensation), parts)])
@@ -209,7 +247,7 @@ def _rounded(weight: torch.Tensor, scale: torch.Tensor, compensation: Compensati
     wanted = ridge_weights(
         weight[:, compensation.order].T.contiguous(), compensation
     )  # inputs are rows: each is rounded for all channels at once
-    values, _ = gptq_round(wanted.clone(), scale, compensation.factor)
+    values = gptq_round(wanted.clone(), scale, compensation.factor)
     descend(wanted, values, scale, compensation.moments)
     return values[torch.argsort(compensation.order)].T.to(CODE).contiguous()
 
@@ -224,61 +262,70 @@ def _rounded_band(weight: torch.Tensor, scale: torch.Tensor, compensation: Compe
     d = of_inputs[compensation.order]
     scaled = Compensation(
         compensation.order,
-        compensation.noise * d.square(),
+        None if compensation.noise is None else compensation.noise * d.square(),
         compensation.moments * d[:, None] * d,
         compensation.factor / d,
     )
-    return _rounded(weight / of_inputs, torch.ones(len(weight)), scaled)
+    return _rounded(weight / of_inputs, torch.ones(len(weight), device=weight.device), scaled)
 
 
 def ridge_weights(wanted: torch.Tensor, compensation: Compensation) -> torch.Tensor:
     """The weights w* float32 [in, out] of `wanted` float32 [in, out], both in the order of `compensation`."""
-    if not bool(compensation.noise.any()):
+    if compensation.noise is None:
         return wanted
     factor = compensation.factor
     return wanted - factor.T @ (factor @ (compensation.noise[:, None] * wanted))
 
 
-def gptq_round(left: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round the weights `left` float32 [in, out], which are overwritten, under `scale` float32 [out], by GPTQ.
+def gptq_round(left: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Round the weights `left` float32 [in, out] under `scale` float32 [out] by GPTQ.
 
-    `factor` float32 [in, in]: U of `Compensation`. Returns the values of the codes, float32 [in, out], and the error
-    (w - s c) H (w - s c)ᵀ of each channel, float32 [out].
+    `factor` float32 [in, in]: U of `Compensation`. Returns the values of the codes, float32 [in, out]. `left` is
+    overwritten by e / U[j, j] of each rounding, in units of the scale: the sum of their squares is the channel's error.
     """
     left.div_(scale)  # from here on in units of each channel's scale
     values = torch.empty_like(left)
-    total = torch.zeros_like(scale)
+    passed_on = -factor.diagonal().reciprocal()
     for start in range(0, len(left), BLOCK):
         block = slice(start, start + BLOCK)
-        errors = _round_block(left[block], values[block], factor[block, block])
-        total += errors.square().sum(0)
-        left[start + BLOCK :].addmm_(factor[block, start + BLOCK :].T, errors, alpha=-1)
-    return values, total.mul_(scale.square())
+        _rounded_block(left[block], values[block], factor[block, block], passed_on[block])
+        left[start + BLOCK :].addmm_(factor[block, start + BLOCK :].T, left[block], alpha=-1)
+    return values
 
 
-def _round_block(left: torch.Tensor, values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Round the inputs of a block, `left` [block, out], one after the other into `values`; return their errors over the
-    diagonal of `factor` [block, block].
+def _rounded_block(left: torch.Tensor, values: torch.Tensor, factor: torch.Tensor, passed_on: torch.Tensor) -> None:
+    """Round a block as `round_block` does: by a kernel where one starts."""
 
-    The errors of every `RUN` inputs reach the rest of the block as one GEMM.
+    def kernel() -> None:
+        block_kernels().triton_round(left, values, factor, passed_on)
+
+    launched(left.device, kernel, lambda: round_block(left, values, factor, passed_on))
+
+
+def round_block(left: torch.Tensor, values: torch.Tensor, factor: torch.Tensor, passed_on: torch.Tensor) -> None:
+    """Round the inputs of a block, `left` [block, out], one after the other into `values`; leave their errors over the
+    diagonal of `factor` [block, block] in `left`.
+
+    `passed_on` float32 [block]: the share of an error that others take, -1 / U[j, j]. The errors of every `RUN` inputs
+    reach the rest of the block as one GEMM.
     """
     errors = torch.empty_like(left)
     diagonal = factor.diagonal()
-    inverse = diagonal.reciprocal().tolist()
     rows = left.unbind()
     codes = values.unbind()
     lost = errors.unbind()
     for start in range(0, len(left), RUN):
         run = slice(start, start + RUN)
         run_rows = left[run]
-        for j, passed_on in enumerate(factor[run, run].triu(1).unbind(), start):
+        shares = factor[run, run].triu(1).mul_(passed_on[run, None])
+        for j, of_run in enumerate(shares.unbind(), start):
             codes[j].copy_(nearest_values(rows[j]))
             torch.sub(rows[j], codes[j], out=lost[j])
-            run_rows.addr_(passed_on, lost[j], alpha=-inverse[j])
+            run_rows.addr_(of_run, lost[j])
         errors[run].div_(diagonal[run, None])
         left[start + RUN :].addmm_(factor[run, start + RUN :].T, errors[run], alpha=-1)
     values.copysign_(left)
-    return errors
+    left.copy_(errors)
 
 
 class Compensations:
@@ -312,20 +359,22 @@ class Compensations:
         self._experts = tuple(f"{layer}." for layer in experts)
         self._of_group = lru_cache(maxsize=2)(self._load)  # shrunk ones are of one module, and read once
 
-    def get(self, module: str) -> Compensation | None:
-        """The compensation of `module`; None where it is unknown. Raises InputError when the moments overflowed."""
+    def get(self, module: str, device: str = "cpu") -> Compensation | None:
+        """The compensation of `module` on `device`; None where it is unknown. Raises InputError when the moments
+        overflowed.
+        """
         if module in self.unknown:
             return None
-        return self._of_group(self.first.get(module, module), self.lost[module], self._weights.get(module))
+        return self._of_group(self.first.get(module, module), self.lost[module], self._weights.get(module), device)
 
-    def shrunk(self, module: str) -> Compensation | None:
+    def shrunk(self, module: str, device: str = "cpu") -> Compensation | None:
         """The compensation by shrunk moments of an expert's `module` whose moments are of the expert's tokens alone;
         None for others.
         """
         if module in self.unknown or not self.judges(module) or not has_own_input(module):
             return None
         moments = shrink(load_moments(self.folder, module), EXPERT_SHRINKAGE)
-        return compensation_of(module, moments, self.lost[module])
+        return compensation_of(module, moments.to(device), self.lost[module])
 
     def judges(self, module: str) -> bool:
         """Tell whether the codes of `module` are judged by held-out tokens: those of experts are."""
@@ -335,7 +384,7 @@ class Compensations:
         """Held-out tokens of the input of an expert's `module`, BF16 [tokens, in]; None where there are none."""
         return load_held_out(self.folder, input_name(module))
 
-    def _load(self, group: str, lost: float, first: float | None) -> Compensation:
+    def _load(self, group: str, lost: float, first: float | None, device: str) -> Compensation:
         """Load and factor the moments of `group`, in which the first token counts `first` times; None: as others."""
         weighed = {} if first is None else {"first": first, "shrinkage": WEIGHED_SHRINKAGE}
-        return compensation_of(group, load_moments(self.folder, group, **weighed), lost)
+        return compensation_of(group, load_moments(self.folder, group, **weighed).to(device), lost)

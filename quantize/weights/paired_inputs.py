@@ -92,12 +92,7 @@ class InputSums:
 
     @cached_property
     def weights(self) -> dict[str, torch.Tensor]:
-        """The weights of the GEMMs in the host's memory, where they are rounded: after the pass."""
-        return {name: self.read(name).cpu() for name in self.group.members}
-
-    @cached_property
-    def _weights_on_device(self) -> dict[str, torch.Tensor]:
-        """The weights of the GEMMs where the batches are, read once a pass."""
+        """The weights of the GEMMs where the batches are, and where they are rounded: read once a pass."""
         return {name: self.read(name).to(self._device) for name in self.group.members}
 
     def add(
@@ -119,7 +114,7 @@ class InputSums:
         self.paired = self.paired and float_input is not None and len(float_input[0]) == len(tokens) == size
         if self.paired and float_input is not None:
             drift = float_input[0] - tokens
-            lost = torch.cat([drift @ weight.to(drift).T for weight in self._weights_on_device.values()], dim=1)
+            lost = torch.cat([drift @ weight.to(drift).T for weight in self.weights.values()], dim=1)
             residual_lost = None if self.group.base is None else float_input[1] - quantized_input[1]
             self.halves[half].add(tokens, lost if residual_lost is None else lost + residual_lost)
         else:
@@ -136,12 +131,3 @@ class InputSums:
         for name in {input_name(member) for member in self.group.members}:
             routed = tokens if chosen is None else tokens[(chosen == expert_number(name)).any(1)]
             self.held_out.add(name, routed, batch)
-
-    def to_host(self) -> "InputSums":
-        """Copy the sums into the host's memory, where weights are rounded; nothing where they are there. No batch is
-        added any more.
-        """
-        vars(self).pop("_weights_on_device", None)
-        for sums in self.halves:
-            sums.moments, sums.lost = sums.moments.cpu(), sums.lost.cpu()
-        return self

@@ -21,11 +21,13 @@ r is the residual stream in most decoders. The GEMM can compensate the error of 
 running the layer, without a list of architectures.
 """
 
-import math
+from collections.abc import Sequence
+from functools import cache
 
 import torch
 
 from ...calibrate.measure.moments import add_matmul
+from .no_waiting import certainly, factor_in_place, on_host
 
 #: Candidates of λ over the mean of H's diagonal, the largest first.
 RIDGES = (4.0, 1.0, 0.25, 0.06, 0.01)
@@ -50,36 +52,55 @@ class MomentSums:
         add_matmul(self.lost, tokens, lost)
 
 
-def ridge_target(
-    weight: torch.Tensor, learned: MomentSums, judged: MomentSums, channels: slice = slice(None)
-) -> torch.Tensor:
-    """The ridge target w* float32 [out, in] of `weight` [out, in].
+def ridge_targets(weights: Sequence[torch.Tensor], learned: MomentSums, judged: MomentSums) -> list[torch.Tensor]:
+    """The ridge targets w* float32 [out, in] of `weights` [out, in], which read one input.
 
-    `learned`, `judged`: the sums of the two halves of the batches, in which the weight has these `channels`. λ is
-    fitted on the first half and chosen on the second; w* is then fitted on both.
+    `learned`, `judged`: the sums of the two halves of the batches, with the weights side by side. λ is fitted on the
+    first half and chosen on the second, for each weight; w* is then fitted on both. H is factored once for each λ.
     """
-    some = slice(None, None, max(1, len(weight) // CHANNELS))
-    exact = weight.float()
-    mean = float((learned.moments.diagonal().double() + judged.moments.diagonal().double()).mean())
-    if not math.isfinite(mean):  # `gptq.compensation_of` refuses such moments
+    exact = [weight.float() for weight in weights]
+    mean = (learned.moments.diagonal().double() + judged.moments.diagonal().double()).mean()
+    if certainly(~(mean.isfinite() & learned.lost.any())):  # `gptq.compensation_of` refuses moments that overflowed
         return exact
-    learned_lost, others = (sums.lost[:, channels][:, some] for sums in (learned, judged))
-    best = 0.0
-    chosen = 0.0
-    for ridge in RIDGES if bool(learned_lost.any()) else ():
-        step = ridge_regression(learned.moments.double(), ridge * mean, learned_lost)
-        loss = float((step * (judged.moments @ step - 2 * others)).sum(dtype=torch.float64))
-        if loss < best:
-            best = loss
-            chosen = ridge
-    if not chosen:
-        return exact
-    both = learned.moments.double().add_(judged.moments)
-    return exact + ridge_regression(both, chosen * mean, learned.lost[:, channels] + judged.lost[:, channels]).T
+    sizes = [len(weight) for weight in weights]
+    learned_lost, judged_lost = (sums.lost.split(sizes, 1) for sums in (learned, judged))
+    ridges = _chosen_ridges(learned, judged, sizes)
+
+    @cache
+    def factor_on_both(ridge: float | torch.Tensor) -> torch.Tensor:
+        return ridge_factor(learned.moments.double().add_(judged.moments), ridge * mean)
+
+    targets: list[torch.Tensor] = []
+    for weight, ridge, *lost in zip(exact, ridges, learned_lost, judged_lost, strict=True):
+        if certainly(ridge == 0):
+            targets.append(weight)
+            continue
+        factor = factor_on_both(float(ridge) if on_host(ridge) else ridge)
+        step = torch.cholesky_solve(lost[0] + lost[1], factor)
+        targets.append(torch.where(ridge > 0, weight + step.T, weight))
+    return targets
 
 
-def ridge_regression(moments: torch.Tensor, ridge: float, lost: torch.Tensor) -> torch.Tensor:
-    """Solve (H + λ)^-1 Mᵀ, float32 [in, some], for `moments` H float64 [in, in], which are overwritten."""
+def _chosen_ridges(learned: MomentSums, judged: MomentSums, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Choose λ over the mean of H's diagonal, float64 [], for each weight of so many channels; 0 where none helps."""
+    mean = (learned.moments.diagonal().double() + judged.moments.diagonal().double()).mean()
+    best = [torch.zeros_like(mean) for _ in sizes]
+    chosen = [torch.zeros_like(mean) for _ in sizes]
+    for ridge in RIDGES:
+        factor = ridge_factor(learned.moments.double(), ridge * mean)
+        for number, lost in enumerate(zip(learned.lost.split(sizes, 1), judged.lost.split(sizes, 1), strict=True)):
+            learned_lost, others = (side[:, :: max(1, sizes[number] // CHANNELS)] for side in lost)
+            step = torch.cholesky_solve(learned_lost, factor)
+            loss = (step * (judged.moments @ step - 2 * others)).sum(dtype=torch.float64)
+            better = loss < best[number]
+            best[number] = torch.where(better, loss, best[number])
+            chosen[number] = torch.where(better, ridge, chosen[number])
+        del factor  # before the next is made: of a wide input it is gigabytes
+    return chosen
+
+
+def ridge_factor(moments: torch.Tensor, ridge: torch.Tensor) -> torch.Tensor:
+    """The lower Cholesky factor of H + λ, float32 [in, in], for `moments` H float64 [in, in], which are overwritten."""
     moments.diagonal().add_(ridge)
-    torch.linalg.cholesky(moments, out=moments)
-    return torch.cholesky_solve(lost, moments.float())
+    factor_in_place(moments)
+    return moments.float()

@@ -45,7 +45,7 @@ class Rounded:
         error = weight.summary.held_out
         metadata = None if error is None else {HELD_OUT: error.model_dump_json()}
         with replacing(self._file(module)) as partial:
-            save_file({"codes": weight.codes, "scale": weight.scale}, partial, metadata)
+            save_file({"codes": weight.codes.cpu(), "scale": weight.scale.cpu()}, partial, metadata)
 
     def get(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Codes float8_e4m3fn [out, in] and scale float32 [out] of `module`; None where it was not rounded."""

@@ -48,7 +48,7 @@ from ..scales.decisions import TensorScale
 from .channels import QuantizedWeight, WeightScaling, judged, quantize_scaled
 from .gptq import EXPERT_SHRINKAGE, Compensation, compensation_of
 from .paired_inputs import GroupInput, InputAndResidual, InputSums, passes
-from .ridge_target import ridge_target
+from .ridge_target import ridge_targets
 from .rounding_progress import Rounded
 
 
@@ -304,7 +304,7 @@ class SequentialRounding(Chain):
         for number, (batch, ids) in enumerate(self.batches.items()):
             add(number, batch, ids.size)  # a function, so that the inputs are freed before H is factored
         while pending:
-            yield pending.pop(0).to_host()
+            yield pending.pop(0)
 
     def _record_inputs(
         self,
@@ -387,10 +387,8 @@ def _compensations_and_targets(
     The sums are used up.
     """
     targets: dict[str, torch.Tensor] = {}
-    start = 0
-    for name, weight in sums.weights.items() if sums.paired else ():
-        targets[name] = ridge_target(weight, *sums.halves, slice(start, start + len(weight)))
-        start += len(weight)
+    if sums.paired:
+        targets = dict(zip(sums.weights, ridge_targets([*sums.weights.values()], *sums.halves), strict=True))
     moments = sums.halves[0].moments.add_(sums.halves[1].moments)
     del sums.halves  # before H is factored: of a wide input they are gigabytes
     compensation = compensation_of(sums.group.first, moments)

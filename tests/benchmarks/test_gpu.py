@@ -37,7 +37,7 @@ def dry_run(out: Path, *words: str) -> tuple[Any, str]:
 def dry(demo_run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
     """Every part, in two calls that add to one file."""
     out = tmp_path_factory.mktemp("gpu") / "gpu.json"
-    _, first = dry_run(out, "--part", "products", "--part", "calibration", "--part", "decoder")
+    _, first = dry_run(out, "--part", "products", "--part", "calibration", "--part", "rounding", "--part", "decoder")
     run = "--run", str(demo_run.root)
     found, second = dry_run(out, "--part", "numerics", "--part", "engines", "--part", "serve", *run)
     return found, first + second

@@ -122,8 +122,8 @@ def test_the_files_have_one_scale_a_weight_and_say_so(tensor: Run, first_layer: 
 def test_the_scale_is_that_of_all_that_are_joined(tensor: Run, source: Source) -> None:
     weights, stored = source.weights(), tensors_of(tensor)
     parts = [f"{LAYER}.self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj")]
-    wanted = mse_scale([weights.tensor(f"{part}.weight").to(torch.bfloat16) for part in parts])[0]
-    assert {float(stored[f"{part}.weight_scale"]) for part in parts} == {wanted}
+    wanted = mse_scale([weights.tensor(f"{part}.weight").to(torch.bfloat16) for part in parts])
+    assert {float(stored[f"{part}.weight_scale"]) for part in parts} == {float(wanted)}
 
 
 def test_channels_again_give_back_the_files_of_before(

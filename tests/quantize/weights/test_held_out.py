@@ -15,7 +15,7 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, RescaleOptions
 from fp8q.quantize.scales.decisions import HeldOutError, WeightScales, load_scales
-from fp8q.quantize.weights.channels import QuantizedWeight, WeightScaling, quantize_weight
+from fp8q.quantize.weights.channels import QuantizedWeight, WeightScaling, judged, quantize_weight
 from fp8q.quantize.weights.code_sources import FloatWeight, GptqCodes, Rounding
 from fp8q.quantize.weights.gptq import Compensations
 from fp8q.quantize.weights.held_out import LEAST, compared_with_nearest, gemm_error
@@ -67,21 +67,33 @@ def test_gate_and_up_read_one_input() -> None:
 def test_the_error_of_each_token_is_over_its_energy() -> None:
     weight, values = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.5, 2.0]])
     tokens = torch.tensor([[2.0, 0.0], [0.0, 5.0], [100.0, 100.0]])
-    assert gemm_error(weight, values, tokens) == pytest.approx(0.25 + 0 + 0.125)
-    assert gemm_error(weight, values, tokens, 0.1) == pytest.approx(0.375 + 0.1 * (2.25 + 4 + 3.125))
+    assert float(gemm_error(weight, values, tokens)) == pytest.approx(0.25 + 0 + 0.125)
+    assert float(gemm_error(weight, values, tokens, 0.1)) == pytest.approx(0.375 + 0.1 * (2.25 + 4 + 3.125))
 
 
 def test_codes_are_kept_only_where_enough_tokens_say_that_they_are_better() -> None:
     weight, closer, farther = torch.ones(1, 2), torch.full((1, 2), 1.25), torch.full((1, 2), 1.5)
     tokens = torch.ones(LEAST, 2)
-    assert compared_with_nearest(weight, closer, farther, tokens) == HeldOutError(tokens=LEAST, over_nearest=0.25)
-    assert compared_with_nearest(weight, closer, farther, tokens).beats_nearest
-    assert not compared_with_nearest(weight, farther, closer, tokens).beats_nearest
-    assert not compared_with_nearest(weight, closer, closer, tokens).beats_nearest
-    assert compared_with_nearest(weight, closer, farther, tokens[1:]) == HeldOutError(tokens=LEAST - 1)
-    assert not compared_with_nearest(weight, closer, farther, tokens[1:]).beats_nearest
-    assert not compared_with_nearest(weight, closer, farther, None).beats_nearest
-    assert not compared_with_nearest(weight, weight, weight, tokens).beats_nearest
+    assert float(compared_with_nearest(weight, closer, farther, tokens)) == 0.25
+    assert float(compared_with_nearest(weight, farther, closer, tokens)) == 4
+    assert float(compared_with_nearest(weight, closer, closer, tokens)) == 1
+    assert compared_with_nearest(weight, weight, weight, tokens).isnan()
+    assert compared_with_nearest(weight, closer, weight, tokens).isnan()
+    fine = (2 * weight).bfloat16()  # codes of 2 have no error under a scale of 1, and those of 3 are half of it off
+    summary = quantize_weight(fine, "amax")
+    assert isinstance(summary, QuantizedWeight)
+    exact, off = (torch.full((1, 2), value).to(torch.float8_e4m3fn) for value in (2.0, 3.0))
+    for codes, held, error in (
+        (off, tokens, HeldOutError(tokens=LEAST)),
+        (off, tokens[1:], HeldOutError(tokens=LEAST - 1)),
+        (off, None, HeldOutError(tokens=0)),
+    ):
+        made = judged(fine, QuantizedWeight(codes, torch.ones(1), summary.summary), "amax", held)
+        assert isinstance(made, QuantizedWeight)
+        assert made.summary.held_out == error
+        assert not error.beats_nearest
+        assert made.summary.rounding == "nearest"
+        assert torch.equal(made.codes.float(), exact.float())
 
 
 Round = Callable[[torch.Tensor, torch.Tensor | None], QuantizedWeight]

@@ -121,7 +121,7 @@ def test_stopped_anywhere_it_goes_on_at_the_layer_it_was_in(
     with monkeypatch.context() as once:
         if at in (0, 6):
             once.setattr(
-                "fp8q.stages.quantize.quantize_checkpoint" if at else "fp8q.quantize.weights.sequential.ridge_target",
+                "fp8q.stages.quantize.quantize_checkpoint" if at else "fp8q.quantize.weights.sequential.ridge_targets",
                 stopped,
             )
         once.setattr(Rounded, "end", stopping)
