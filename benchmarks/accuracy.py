@@ -49,6 +49,7 @@ from fp8q.quantize.scales.decisions import Scales, load_scales
 from fp8q.quantize.scales.serving_cost import Cost, cost_of
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
+from fp8q.validate.accuracy.as_served import LogitsPart
 from fp8q.validate.accuracy.compare import AnyForward
 from fp8q.validate.accuracy.runtimes import float_model, reference
 from fp8q.validate.accuracy.session_logits import session
@@ -97,13 +98,18 @@ def costs(source: Source) -> Callable[[Scales | None], Cost]:
 
 def remembered(forward: AnyForward) -> AnyForward:
     """Keep the logits of every batch, float32, so that a yardstick runs once for all that it is compared with."""
-    logits: dict[bytes, torch.Tensor] = {}
+    pieces: dict[bytes, list[LogitsPart]] = {}
 
-    def run(ids: np.ndarray) -> torch.Tensor:
+    def run(ids: np.ndarray) -> Iterator[LogitsPart]:
         key = ids.tobytes()
-        if key not in logits:
-            logits[key] = torch.as_tensor(forward(ids)).clone()
-        return logits[key]
+        if key not in pieces:
+            logits = forward(ids)
+            whole = (LogitsPart(logits, slice(0, len(ids))),)
+            pieces[key] = [
+                replace(piece, logits=torch.as_tensor(piece.logits).clone())
+                for piece in (logits if isinstance(logits, Iterator) else whole)
+            ]
+        return iter(pieces[key])
 
     return run
 

@@ -33,9 +33,8 @@ from fp8q.quantize.reading.run_checkpoint import vocabulary_size
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
-from fp8q.validate.accuracy.as_served import served, torch_start
-from fp8q.validate.accuracy.compare import Forward
-from fp8q.validate.accuracy.runtimes import float_model, reference
+from fp8q.validate.accuracy.as_served import PartForward, served, torch_start
+from fp8q.validate.accuracy.runtimes import decoding_float_model, decoding_reference
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,11 @@ RECIPES = (
 )
 
 
-def ours(run: Run, prompt: int) -> Iterator[tuple[str, Forward]]:
+def ours(run: Run, prompt: int) -> Iterator[tuple[str, PartForward]]:
     """Each of our recipes, made of the one measured run."""
     for recipe in RECIPES:
         scales(run.root, RescaleOptions(activation_terms=recipe.terms, weight_rounding=recipe.rounding))
-        yield recipe.name, reference(run, "cpu", prompt=prompt)
+        yield recipe.name, decoding_reference(run, "cpu", prompt)
 
 
 def measure(texts: ModelTexts, options: argparse.Namespace) -> dict[str, float]:
@@ -72,14 +71,14 @@ def measure(texts: ModelTexts, options: argparse.Namespace) -> dict[str, float]:
         tokens = load_tokens(run, run.evaluation).ravel()[: options.windows * options.context]
         context, prompt = options.context, options.prompt
         evaluation = cut(tokens, Path(texts.eval_data).name, context, context, prompt=prompt)
-        exact, rows = float_model(source, torch.float32, "cpu", prompt), {}
+        exact, rows = decoding_float_model(source, torch.float32, "cpu", prompt), {}
 
-        def add(name: str, forward: Forward) -> None:
+        def add(name: str, forward: PartForward) -> None:
             rows[name] = kl(evaluation, exact, {name: forward}, size)[name]
             print(f"{texts.name}: {name}: {rows[name]}", file=sys.stderr, flush=True)
 
         windows, modules = load_tokens(run, run.calibration), set(load_scales(run).weights)
-        add(BF16, float_model(source, torch.bfloat16, "cpu", prompt))
+        add(BF16, decoding_float_model(source, torch.bfloat16, "cpu", prompt))
         quantized, _ = modelopt(texts.directory, windows, modules, torch.bfloat16)
         add(MODELOPT, served(torch_start(quantized), prompt))
         if options.llmcompressor:

@@ -1,5 +1,6 @@
 """The commands, a function each, and what they take; what all of them share is in `application`."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Annotated
 
@@ -87,7 +88,7 @@ def run(
 
     speak = terminal()
     chosen = replace(options, form_named=preset is not None)
-    with showing(speak, texts.out, common, "run"):
+    with nullcontext() if options.planning.plan else showing(speak, texts.out, common, "run"):
         api.run(model, texts.data, texts.out, texts.eval_data, chosen, speak)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from . import CalibrateOptions, Clipping, EngineOptions, ExportOptions, FormChoiceOptions, TritonOptions, ValidateOptions
+from . import CalibrateOptions, Clipping, EngineOptions, ExportOptions, FormChoiceOptions, PlanOptions, TritonOptions, ValidateOptions
 
 
 class BenchSettings(TypedDict, total=False):
@@ -387,6 +387,8 @@ class RunSettings(TypedDict, total=False):
     engine_model: bool
     choice: FormChoiceOptions
     server: Literal["tensorrt", "vllm-plugin", "vllm", "any"] | None
+    planning: PlanOptions
+    plan: bool
     preset: Literal["fast", "exact"]
 
 

@@ -9,7 +9,7 @@ from .calibrate import CalibrateOptions
 from .declare import without
 from .export import EngineOptions, ExportOptions
 from .serve import TritonOptions
-from .validate import FormChoiceOptions, Server, ValidateOptions
+from .validate import FormChoiceOptions, PlanOptions, Server, ValidateOptions
 
 
 @Parameter(name="*")
@@ -26,6 +26,7 @@ class RunOptions:
     validate: Annotated[ValidateOptions, without("allow_overlap")] = ValidateOptions()
     triton: Annotated[TritonOptions, Parameter(parse=False)] = TritonOptions()
     choice: FormChoiceOptions = FormChoiceOptions()
+    planning: PlanOptions = PlanOptions()
     form_named: Annotated[bool, Parameter(parse=False)] = False
 
     @property

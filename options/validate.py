@@ -335,6 +335,17 @@ class FormChoiceOptions(Options):
 
 
 @dataclass(frozen=True)
+class PlanOptions(Options):
+    """Options of the plan that `fp8q run` begins with."""
+
+    plan: Annotated[
+        bool,
+        option(OPTIONS, "Show the time, memory and disk that each stage takes here, and stop."),
+        Unkeyed("what is planned is not computed"),
+    ] = False
+
+
+@dataclass(frozen=True)
 class TuneOptions(Options):
     """Options of `fp8q tune`; without a budget only the frontier is computed.
 

@@ -97,9 +97,11 @@ def _measured(run: Run, what: Calibration, notes: Notes, world: World) -> tuple[
     preflight.check_out(run)
     with notes.held():
         source, gemms, collected = _checked(run, what, notes, world)
+    moments = options.needs_moments or _for_later(run, what, source, world)
+    if what.later:
+        what.later.plan(run, source, collected, moments)
     with preflight.nothing_left(run):
         write_corpus(run, source, collected, notes)
-        moments = options.needs_moments or _for_later(run, what, source, world)
         measure(run, source, options, notes, world, moments)
     return source, gemms
 
@@ -112,7 +114,7 @@ def _for_later(run: Run, what: Calibration, source: Source, world: World) -> boo
         return False
     if world.size > 1 or MEASURE.name in run.record().stages or what.options.calibrate.asks("weight_rounding"):
         return False
-    free: int = shutil.disk_usage(run.root).free
+    free: int = shutil.disk_usage(preflight.directory_above(run)).free
     return MOMENTS_BYTES * weight_bytes(source) <= DISK_SHARE * free
 
 

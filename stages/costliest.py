@@ -13,7 +13,7 @@ from ..calibrate.model.source import Source
 from ..core.files import write_document
 from ..core.memory import release_memory
 from ..core.run import Run
-from ..options import ONE, ScaleOptions, SensitivityOptions
+from ..options import ONE, ScaleOptions
 from ..options.declare import Options
 from ..quantize.scales.costliest import Costliest, costliest_weights
 from ..quantize.scales.decisions import load_scales
@@ -23,7 +23,7 @@ from ..quantize.weights.tensor_scales import joined_families
 from .pipeline.stage import Key, Notes, device
 from .pipeline.stages import COSTLIEST, CostliestFacts
 from .quantize import KnownCodes, quantize
-from .sensitivity import in_layers, predicted_losses
+from .sensitivity import in_layers, weight_losses
 
 #: Calibration windows that losses are predicted on.
 WINDOWS = 8
@@ -69,10 +69,10 @@ def _predicted(
     run: Run, source: Source, gemms: ModelGemms, options: ScaleOptions, folder: Path, notes: Notes
 ) -> Costliest:
     """Predict the loss of each weight of the run, whose codes are rounded to nearest, and choose the costliest."""
-    predicted = predicted_losses(run, source, SensitivityOptions(windows=WINDOWS, measure=0), folder, notes)
+    predicted = weight_losses(run, source, WINDOWS, folder, notes)
     scales = load_scales(run)
     record = load_record(run)
-    losses = {loss.module: loss.kl_nats for loss in predicted.modules if loss.kind == "weight"}
+    losses = {loss.module: loss.kl_nats for loss in predicted.modules}
     numbers = {module: weight.channels * gemms.widths[module] for module, weight in scales.weights.items()}
     return Costliest(
         windows=predicted.windows,

@@ -30,13 +30,19 @@ from .shared.adapters import check_attention
 
 def check_out(run: Run) -> None:
     """Raise InputError when the directory of `run` can be neither written nor created."""
-    above = local_path(run.root).absolute()
-    while not exists(above):
-        above = above.parent
+    above = directory_above(run)
     if not above.is_dir():
         raise InputError(run.root, f"cannot be made, since {above} is no directory", "name another with --out")
     if not os.access(above, os.W_OK | os.X_OK):
         raise InputError(run.root, "permission denied", "name a directory you may write to")
+
+
+def directory_above(run: Run) -> Path:
+    """Return the directory of `run`, or the one above it that exists."""
+    above = local_path(run.root).absolute()
+    while not exists(above):
+        above = above.parent
+    return above
 
 
 def check_calibrate(source: Source, options: CalibrateOptions, export: ExportOptions) -> None:
@@ -60,6 +66,10 @@ def check_calibrate(source: Source, options: CalibrateOptions, export: ExportOpt
         check_queries(source, asking, Notes(SILENT))
 
 
+class OnlyPlannedError(Exception):
+    """The plan was told, and nothing else was asked for."""
+
+
 class LaterStages(Protocol):
     """The stages after a calibration: what they would refuse when it is done, and what a call before decided."""
 
@@ -71,6 +81,11 @@ class LaterStages(Protocol):
 
     def check_fit(self, source: Source, collected: Collected) -> None:
         """Raise InputError for options that do not fit model and text."""
+
+    def plan(self, run: Run, source: Source, collected: Collected, moments: bool) -> None:
+        """Tell what each stage takes here; raises InputError for a disk without the room, and OnlyPlannedError
+        where the plan is all that was asked for.
+        """
 
     def chosen_options(self, run: Run) -> ScaleOptions:
         """The options of scales for `run`: of the form that they have found, or those that were asked for."""

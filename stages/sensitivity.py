@@ -1,9 +1,11 @@
 """The stage `sensitivity`: find the tensors that cause the loss."""
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
@@ -16,9 +18,18 @@ from ..core.files import write_document
 from ..core.run import Run
 from ..options import SensitivityOptions
 from ..quantize.reference.fp8_model import load_reference, open_codes
-from ..quantize.scales.decisions import load_scales
+from ..quantize.scales.decisions import Scales, load_scales
 from ..quantize.scales.scheme import tails_of
-from ..quantize.sensitivity.document import AS_IT_IS, Predicted, Sensitivity, Site, load_sensitivity, ranked_losses
+from ..quantize.sensitivity.backward import check_chain
+from ..quantize.sensitivity.document import (
+    AS_IT_IS,
+    Kind,
+    Predicted,
+    Sensitivity,
+    Site,
+    load_sensitivity,
+    ranked_losses,
+)
 from ..quantize.sensitivity.gptq_prediction import Gathered, left_of_sites
 from ..quantize.sensitivity.gradients import predict_sites, summed
 from ..quantize.sensitivity.layerwise import PASSES, Layerwise, LayerwiseTask
@@ -40,6 +51,12 @@ TOKENS = 1024
 GRADIENT_PASSES = 5.0
 #: The memory of the model and of its codes, both in FP32, as a multiple of the model's in BF16.
 COPIES = 4
+#: The largest that these are where only the losses of weights are wanted, on a CPU: the gradients' tensors come on top,
+#: and layer by layer it takes an eighth longer.
+WHOLE_BYTES = 2 << 30
+#: The kinds of tensors whose losses are predicted.
+KINDS: tuple[Kind, ...] = get_args(Kind)
+WEIGHTS: tuple[Kind, ...] = ("weight",)
 #: By default the worst sites are measured on this many batches, in the time of this many forward passes over them.
 MEASURED_BATCHES = 1
 MEASURING_PASSES = 1.0
@@ -79,12 +96,35 @@ def predicted_losses(run: Run, source: Source, options: SensitivityOptions, fold
     return locate(run, source, options, folder, notes)
 
 
-def _locate(run: Run, source: Source, options: SensitivityOptions, folder: Path, notes: Notes) -> Sensitivity:
+def weight_losses(run: Run, source: Source, windows: int, folder: Path, notes: Notes) -> Sensitivity:
+    """Predict the loss that each weight of `run` causes alone, by calibration `windows`, with the progress in `folder`.
+
+    No second moments are gathered. A model larger than `WHOLE_BYTES` goes layer by layer on a CPU, where it is a chain
+    of layers.
+    """
+    options = SensitivityOptions(windows=windows, measure=0, stream=_goes_by_layer(source) or None)
+    locate = _locate_streamed if _streamed(source, options, notes) else _locate
+    return locate(run, source, options, folder, notes, WEIGHTS)
+
+
+def _goes_by_layer(source: Source) -> bool:
+    if device() != "cpu" or COPIES * weight_bytes(source) <= WHOLE_BYTES:
+        return False
+    try:
+        check_chain(source, device(), "")
+    except InputError:
+        return False
+    return True
+
+
+def _locate(
+    run: Run, source: Source, options: SensitivityOptions, folder: Path, notes: Notes, kinds: Collection[Kind] = KINDS
+) -> Sensitivity:
     scales = load_scales(run)
     where = device()
     model = load_model(source, torch.float32, where).requires_grad_(False)
     quantizer = Quantizer(model, load_reference(run.model, "exact", torch.float32, where), scales)
-    sites = sites_of(scales, load_record(run).groups)
+    sites = _sites(run, scales, kinds)
     prefix = Prefix.from_model(quantizer, source, where)
     batches, windows = _batches(run, options, where)
     progress = SensitivityProgress.of(folder / "progress.json")
@@ -131,10 +171,16 @@ def _streamed(source: Source, options: SensitivityOptions, notes: Notes) -> bool
     return stream
 
 
-def _locate_streamed(run: Run, source: Source, options: SensitivityOptions, folder: Path, notes: Notes) -> Sensitivity:
+def _sites(run: Run, scales: Scales, kinds: Collection[Kind]) -> list[Site]:
+    return [site for site in sites_of(scales, load_record(run).groups) if site.kind in kinds]
+
+
+def _locate_streamed(
+    run: Run, source: Source, options: SensitivityOptions, folder: Path, notes: Notes, kinds: Collection[Kind] = KINDS
+) -> Sensitivity:
     scales = load_scales(run)
     where = device()
-    sites = sites_of(scales, load_record(run).groups)
+    sites = _sites(run, scales, kinds)
     ids, windows = _batches(run, options, "cpu")
     batches = {index: batch.numpy() for index, batch in enumerate(ids)}
     task = LayerwiseTask(sites, batches, load_tokens(run, run.calibration).size)

@@ -30,7 +30,7 @@ from ...calibrate.model.decoder import LayerCall, LayersReached, NoChainError, s
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
 from ...core.reporter import Reporter
-from .gradients import End, PassTensors, Watched, drawn_loss, next_token_log_probabilities, seeing
+from .gradients import End, PassTensors, Watched, drawn_gradient, seeing
 
 Calls = Mapping[tuple[int, ...], list[LayerCall]]
 #: A pass of one batch up to where it ends, from which gradients go back.
@@ -187,8 +187,8 @@ class Backward(Chain):
             stands = [pass_on] * (count - 1) + [lambda *args, **kwargs: self.layer_output.wrap(hidden)]
             draw = torch.Generator(self.device).manual_seed(batch)
             with standing_in([*self.layers.modules(self.model), embedding], [*stands, blank]):
-                log_p = next_token_log_probabilities(self.model, ids, cache, self.prompt(ids.shape[1]))
-                return End(seen, drawn_loss(log_p, draw), begun=hidden)
+                logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+                return End(seen, logits, drawn_gradient(logits.detach(), self.prompt(ids.shape[1]), draw), hidden)
 
         with self.weights.filled([*needed, head]):
             self._back(None, forward, self._gradient(count))

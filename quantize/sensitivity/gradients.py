@@ -31,6 +31,8 @@ from .site_quantizers import Quantizer
 
 #: The loss in other forms is predicted on one in so many windows: of two terms it is next to nothing.
 TWO_TERMS_OF = 2
+#: The rows of logits whose labels are drawn together.
+DRAWN_ROWS = 64
 
 
 @dataclass
@@ -76,10 +78,10 @@ def predict_sites(
     """Site -> the KL in nats that it adds to the tokens `ids` int64 [windows, seq_len] in all, for each variant of it;
     labels are drawn by `draw`. `see` is shown the activations, by their sites' modules.
     """
+    prompt = quantizer.prompt(ids.shape[1])
     with seeing(quantizer) as (seen, cache), torch.enable_grad():
-        log_p = next_token_log_probabilities(quantizer.model, ids, cache, quantizer.prompt(ids.shape[1]))
-        end = End(seen, drawn_loss(log_p, draw))
-    return backward_losses(quantizer, sites, end, see)[0]
+        logits = quantizer.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    return backward_losses(quantizer, sites, End(seen, logits, drawn_gradient(logits.detach(), prompt, draw)), see)[0]
 
 
 def backward_losses(
@@ -137,15 +139,37 @@ def next_token_log_probabilities(
 def drawn_loss(log_p: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     """Σ -log p(y) over the tokens of `next_token_log_probabilities`, y drawn from the model itself by `draw`."""
     rows = log_p.flatten(0, 1)
-    return losses(rows, drawn(rows.detach().exp(), draw)).sum()
+    return losses(rows, drawn(rows.detach().exp(), uniform(len(rows), draw))).sum()
 
 
-def drawn(p: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """One of the classes for each row of the probabilities `p` float32 [rows, classes], int64 [rows]: where a uniform
-    number falls among their sums. `torch.multinomial` draws a number for each class of each row.
+def drawn_gradient(logits: torch.Tensor, prompt: int, draw: torch.Generator) -> torch.Tensor:
+    """Compute the gradient at `logits` float32 [windows, seq_len, vocabulary] of `drawn_loss` over the tokens behind a
+    `prompt`, a few rows at a time: in one piece it takes five more tables of that size.
+    """
+    gradient = torch.zeros_like(logits)
+    numbers = uniform(logits.shape[0] * (logits.shape[1] - prompt), draw).view(logits.shape[0], -1, 1)
+    with torch.enable_grad():
+        for window, of_window in enumerate(numbers):
+            for first in range(0, len(of_window), DRAWN_ROWS):
+                some = slice(prompt - 1 + first, prompt - 1 + min(first + DRAWN_ROWS, len(of_window)))
+                rows = logits[window, some].detach().requires_grad_()
+                log_p = log_softmax(rows)
+                loss = losses(log_p, drawn(log_p.detach().exp(), of_window[first : first + DRAWN_ROWS])).sum()
+                (gradient[window, some],) = torch.autograd.grad(loss, [rows])
+    return gradient
+
+
+def uniform(rows: int, draw: torch.Generator) -> torch.Tensor:
+    """Draw a number from 0 to 1 for each row, float32 [rows, 1]."""
+    return torch.rand(rows, 1, generator=draw, device=draw.device)
+
+
+def drawn(p: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """One of the classes for each row of the probabilities `p` float32 [rows, classes], int64 [rows]: where uniform
+    `numbers` [rows, 1] fall among their sums. `torch.multinomial` draws a number for each class of each row.
     """
     sums = p.cumsum(-1)
-    fallen = torch.rand(len(p), 1, generator=draw, device=p.device) * sums[:, -1:]
+    fallen = numbers * sums[:, -1:]
     return torch.searchsorted(sums, fallen, right=True)[:, 0].clamp_max_(p.shape[1] - 1)
 
 

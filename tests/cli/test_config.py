@@ -26,6 +26,7 @@ from fp8q.options import (
     ExportOptions,
     FormChoiceOptions,
     KvCache,
+    PlanOptions,
     RunOptions,
     ValidateOptions,
 )
@@ -93,6 +94,7 @@ def test_a_file_gives_arguments_and_options_with_paths_relative_to_itself(tmp_pa
         "engine": EngineOptions(targets=("sm89", "sm120"), min_fp8_share=0.96),
         "validate": ValidateOptions(("bf16", "reference"), max_ppl_increase=0.01),
         "choice": FormChoiceOptions(),
+        "planning": PlanOptions(),
         "form_named": False,
     }
 

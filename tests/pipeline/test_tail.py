@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from loaded_runtimes import stacked
 
 from fp8q import api
 from fp8q.core.errors import InputError
@@ -62,8 +63,8 @@ def windows(run: Run) -> np.ndarray:
 def decoded(loaded: Reference, windows: np.ndarray) -> np.ndarray:
     """The reference's logits behind the prompt, [windows · decoded, vocabulary], token by token."""
     with torch.inference_mode():
-        logits = served(torch_start(loaded.model, loaded.new_cache), PROMPT)(windows)
-    return logits.numpy().reshape(-1, logits.shape[-1])
+        logits = stacked(served(torch_start(loaded.model, loaded.new_cache), PROMPT)(windows))
+    return logits.reshape(-1, logits.shape[-1])
 
 
 def behind(logits: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from fp8q import api
+from fp8q.calibrate.measure.moments import SecondMoments
 from fp8q.calibrate.model.source import open_source
 from fp8q.core.errors import InputError
 from fp8q.core.run import Run
@@ -17,6 +18,7 @@ from fp8q.options import CalibrateOptions
 from fp8q.quantize.scales.costliest import Costliest, load_costliest
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import costliest as stage
+from fp8q.stages import sensitivity
 from fp8q.stages.costliest import check_costliest
 
 SHARE = 0.1
@@ -72,7 +74,7 @@ def test_the_choice_is_of_the_model_and_text_and_outlives_other_roundings(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = run.costliest.read_bytes()
-    monkeypatch.setattr(stage, "predicted_losses", lambda *_: pytest.fail("losses are known"))
+    monkeypatch.setattr(stage, "weight_losses", lambda *_: pytest.fail("losses are known"))
     api.scales(run.root, weight_rounding="nearest")
     assert run.costliest.read_bytes() == before
     assert in_bf16(run) == set(load_costliest(run).modules)
@@ -95,6 +97,20 @@ def test_what_a_run_says_of_it(made: Run, fp8q: Callable[..., Any]) -> None:
     shown = fp8q("inspect", made.root).out
     assert "--bf16-weights 10%" in shown
     assert costliest.modules[0] in shown
+
+
+def test_no_moments_are_gathered_and_layer_by_layer_the_choice_is_the_same(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = load_costliest(run)
+    run.costliest.unlink()
+    monkeypatch.setattr(SecondMoments, "add", lambda *_: pytest.fail("only GPTQ's share needs them"))
+    monkeypatch.setattr(sensitivity, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(sensitivity, "_locate", lambda *_: pytest.fail("the model is larger than that"))
+    api.scales(run.root, weight_rounding="nearest")
+    again = load_costliest(run)
+    assert again.modules == before.modules
+    assert again.kl_nats == pytest.approx(before.kl_nats, rel=1e-5)
 
 
 @pytest.mark.parametrize("share", ["3", "-1%", "x"])

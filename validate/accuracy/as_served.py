@@ -5,8 +5,9 @@ call and each generated token in another, over its cache; with a form that depen
 The text is given, not generated: every decoded token is the text's own.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from ...calibrate.model import caches
 from ...calibrate.text.evaluation import Evaluation
 from ...core.errors import BackendError
+from ...core.memory import release_memory
 from ...serve.loop.sessions import Session
 from .document import DistanceBucket
 
@@ -32,32 +34,58 @@ Step = Callable[[npt.NDArray[np.int64]], Rows]
 Start = Callable[[int, int], Step[Rows]]
 
 
-def served(start: Start[Rows], prompt: int) -> Callable[[npt.NDArray[np.int64]], Rows]:
+@dataclass(frozen=True)
+class LogitsPart:
+    """Logits of some `windows` of a batch from position `first` on, float [windows, positions, vocabulary]."""
+
+    logits: Any
+    windows: slice
+    first: int = 0
+
+
+#: Computes the logits of a batch of windows int64 [windows, context], piece by piece. A piece may come twice.
+PartForward = Callable[[npt.NDArray[np.int64]], Iterator[LogitsPart]]
+
+
+def served(start: Start[Rows], prompt: int) -> PartForward:
     """Return the function that computes logits of windows, whose first `prompt` tokens are read in one call and the
     others one by one.
 
-    They are those of the prompt's last position and of all behind it but the window's last, after which nothing is
-    scored: float [windows, context - prompt, vocabulary].
+    A piece is those of one position: the prompt's last, then each behind it but the window's last, after which nothing
+    is scored. So the logits of a step are in memory, and never those of whole windows.
     """
 
-    def forward(ids: npt.NDArray[np.int64]) -> Rows:
+    def forward(ids: npt.NDArray[np.int64]) -> Iterator[LogitsPart]:
         windows, context = ids.shape
         step = start(windows, context)
-        first = step(ids[:, :prompt])
-        logits = zeros(first, (windows, context - prompt, first.shape[-1]))
-        logits[:, 0] = first
+        yield LogitsPart(step(ids[:, :prompt])[:, None], slice(0, windows), prompt - 1)
         for position in range(prompt, context - 1):
-            logits[:, position - prompt + 1] = step(ids[:, position : position + 1])
-        return logits
+            yield LogitsPart(step(ids[:, position : position + 1])[:, None], slice(0, windows), position)
 
     return forward
 
 
-def zeros(like: Rows, shape: tuple[int, ...]) -> Rows:
-    """Zeros of a shape, of the kind and type of other logits."""
-    if isinstance(like, np.ndarray):
-        return np.zeros(shape, like.dtype)
-    return like.new_zeros(shape)
+def in_groups(forward: PartForward, most: int, no_room: type[Exception]) -> PartForward:
+    """Run `forward` over at most so many windows at a time, and over half as many from where it raises `no_room`."""
+
+    def grouped(ids: npt.NDArray[np.int64]) -> Iterator[LogitsPart]:
+        size = min(most, len(ids))
+        start = 0
+        while start < len(ids):
+            windows = slice(start, min(start + size, len(ids)))
+            try:
+                for piece in forward(ids[windows]):
+                    yield LogitsPart(piece.logits, windows, piece.first)
+            except no_room:
+                if size == 1:
+                    raise
+                size = size // 2
+            else:
+                start = windows.stop
+                continue
+            release_memory()
+
+    return grouped
 
 
 def by_distance(
@@ -100,7 +128,8 @@ def torch_start(
 
         def step(ids: npt.NDArray[np.int64]) -> torch.Tensor:
             tokens = torch.from_numpy(np.ascontiguousarray(ids)).to(model.device)
-            logits: torch.Tensor = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+            answer = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            logits: torch.Tensor = answer.logits
             return logits[:, -1]
 
         return step

@@ -10,9 +10,9 @@ out, and the others go on.
 
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Union
 from urllib.parse import quote
@@ -26,6 +26,7 @@ from ...core.errors import BackendError
 from ...core.files import replacing
 from ...core.memory import release_memory
 from ...core.reporter import Reporter
+from .as_served import LogitsPart
 from .divergence import (
     NLL,
     TOP1,
@@ -49,9 +50,9 @@ if TYPE_CHECKING:
 #: Logits of a batch of windows by a torch model: int64 [windows, context] -> float tensor [windows, context,
 #: vocabulary].
 Forward = Callable[[npt.NDArray[np.int64]], "torch.Tensor"]
-#: Logits of a batch of windows by any runtime; runtimes without torch return arrays.
+#: Logits of a batch of windows by any runtime, whole or in pieces; runtimes without torch return arrays.
 Logits = Union["torch.Tensor", npt.NDArray[np.float32]]
-AnyForward = Callable[[npt.NDArray[np.int64]], Logits]
+AnyForward = Callable[[npt.NDArray[np.int64]], Logits | Iterator[LogitsPart]]
 #: Loads a runtime.
 Opener = Callable[[], AnyForward]
 BASELINE = "bf16"
@@ -75,10 +76,14 @@ DIRECTIONS = {
 SEPARATOR = " "
 #: Largest float32 logits of one batch, in bytes.
 LOGITS_BYTES = 16 << 20
-#: The same of windows that are decoded token by token: each step reads all weights, for however many windows.
+#: The most tokens of windows that are decoded together: each step reads all weights, for however many windows, and what
+#: a window adds is its cache. Nor less than windows of so many bytes of logits, as it was (decision 109).
+DECODED_TOKENS = 32 << 10
 DECODED_BYTES = 256 << 20
 #: The share of the free disk that the logits of a chunk may take: others use the disk too. Results do not depend on it.
 DISK_SHARE = 0.1
+#: The share that those of one batch may take; where they take more, the batches are smaller.
+BATCH_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -114,42 +119,44 @@ class Outcome:
 @dataclass(frozen=True)
 class WindowBatch:
     """Windows that run together: their `ids`, the tokens that are `scored` and the `top_positions`,
-    whose likeliest tokens are stored, all [windows, context]. `row`, `top_row`: the index of the first scored token in
-    its chunk, and of the first top position in the whole evaluation.
+    whose likeliest tokens are stored, all [windows, context]. `rows`, `top_rows`, int64 of the same shape: the index of
+    each scored token in its chunk, and of each top position in the whole evaluation.
     """
 
     ids: npt.NDArray[np.int64]
     scored: npt.NDArray[np.bool_]
     top_positions: npt.NDArray[np.bool_]
-    row: int
-    top_row: int
+    rows: npt.NDArray[np.int64]
+    top_rows: npt.NDArray[np.int64]
 
-    def of_last(self, positions: int) -> "WindowBatch":
-        """Return the part whose logits are those of the last `positions` of windows that are decoded behind a prompt;
-        this batch where they are of all.
-        """
-        before = max(0, self.ids.shape[1] - 1 - positions)
-        assert not self.scored[:, : before + 1].any(), "what is scored has logits"
-        if not before:
-            return self
-        ids = self.ids[:, before:]
-        scored = self.scored[:, before:]
-        top = self.top_positions[:, before:]
-        return replace(self, ids=ids, scored=scored, top_positions=top)
+    def part(self, piece: LogitsPart) -> "WindowBatch":
+        """Return the tokens that `piece` has the logits of, behind the one that is read first."""
+        some = (piece.windows, slice(piece.first, piece.first + piece.logits.shape[1] + 1))
+        scored = self.scored[some].copy()
+        top = self.top_positions[some].copy()
+        scored[:, 0] = False
+        top[:, 0] = False
+        return WindowBatch(self.ids[some], scored, top, self.rows[some], self.top_rows[some])
+
+
+def numbered(chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Number the `chosen` tokens [windows, context] in their order, from 0: int64 of the same shape."""
+    return (np.cumsum(chosen.ravel()) - 1).reshape(chosen.shape)
 
 
 def windows_at_once(context: int, prompt: int | None, vocabulary: int) -> int:
-    """The number of windows of a batch, by the size of their logits: of `context` tokens, or of those behind `prompt`
-    tokens.
+    """The number of windows of a batch: by the size of their logits, or, where they are decoded behind a `prompt`, by
+    their tokens.
     """
     if prompt is None:
         return max(1, LOGITS_BYTES // (4 * context * vocabulary))
-    return max(1, DECODED_BYTES // (4 * (context - prompt) * vocabulary))
+    by_logits = DECODED_BYTES // (4 * (context - prompt) * vocabulary)
+    return max(1, DECODED_TOKENS // context, by_logits)
 
 
 class Measure(Protocol):
-    """A function that measures the logits of a batch, compares them with the baselines', and writes those of scored
-    tokens. The logits are of all positions, or of the last ones of windows that are decoded behind a prompt.
+    """A function that measures logits [windows, positions, vocabulary] at the scored tokens of `batch`, each by those
+    of the position before it, compares them with the baselines', and writes them.
     """
 
     def __call__(
@@ -164,9 +171,9 @@ def measure_with_torch(
     """Measure a batch on the device where its logits are."""
     import torch
 
-    logits, batch = torch.as_tensor(logits), batch.of_last(logits.shape[1])
+    logits = torch.as_tensor(logits)
     windows, positions = np.nonzero(batch.top_positions)
-    token_values = measure_tokens(logits, batch.scored, batch.ids, batch.row, baselines, write)
+    token_values = measure_tokens(logits, batch.scored, batch.ids, batch.rows, baselines, write)
     return token_values, top_of(logits[windows, positions - 1])
 
 
@@ -218,8 +225,10 @@ class Turns:
         self.names += [name for name in openers if name not in BASELINES]
         self.token_measure = token_measure or TokenMeasure(measure_with_torch, positions_to_keep(evaluation))
         windows, context = evaluation.ids.shape
-        self.batch = windows_at_once(context, evaluation.protocol.prompt, vocabulary)
-        self.chunk = self._chunk(4 * context * vocabulary)
+        prompt = evaluation.protocol.prompt
+        self.batch = windows_at_once(context, prompt, vocabulary)
+        self.chunk = self._chunk(4 * (context - (prompt or 0)) * vocabulary)
+        self.batch = min(self.batch, self.chunk)
         self.parts = [slice(start, min(start + self.chunk, windows)) for start in range(0, windows, self.chunk)]
 
     def _chunk(self, logits_bytes: int) -> int:
@@ -227,10 +236,11 @@ class Turns:
         noted = self.folder / "windows"
         if not noted.is_file():
             free: int = shutil.disk_usage(self.folder).free
-            stored_runtimes = max(1, len(self.openers.keys() & BASELINES))
-            batches = int(DISK_SHARE * free) // (stored_runtimes * logits_bytes * self.batch)
+            stored_bytes = logits_bytes * max(1, len(self.openers.keys() & BASELINES))
+            batches = int(DISK_SHARE * free) // (stored_bytes * self.batch)
+            windows = self.batch * batches or max(1, min(self.batch, int(BATCH_SHARE * free) // stored_bytes))
             with replacing(noted) as partial:
-                partial.write_text(str(self.batch * max(1, batches)), encoding="utf-8")
+                partial.write_text(str(windows), encoding="utf-8")
         return int(noted.read_text(encoding="utf-8"))
 
     def windows(self, part: int) -> int:
@@ -268,28 +278,54 @@ class Turns:
         baselines = self._against(name, part)
         results: list[TokenValues] = []
         top: list[TopLogits] = []
-        row = 0
         with self._stored_logits(name, part).writing() if keep else nullcontext() as write:
-            for start in range(self.parts[part].start, self.parts[part].stop, self.batch):
-                some = slice(start, min(start + self.batch, self.parts[part].stop))
-                top_positions = self.token_measure.top_positions
-                batch = WindowBatch(
-                    self.evaluation.ids[some],
-                    self.evaluation.scored[some],
-                    top_positions[some],
-                    row,
-                    int(top_positions[:start].sum()),
-                )
-                logits = running(name, forward, batch.ids, some, len(self.evaluation.ids))
-                values, likely = self.token_measure.measure(logits, batch, baselines, write)
+            for windows, batch in self._batches(part):
+                pieces = running(name, forward, batch.ids, windows, len(self.evaluation.ids))
+                values, likely = self._measured(pieces, batch, baselines, write)
                 results.append(values)
                 top.append(likely)
-                row += int(batch.scored.sum())
                 advance(len(batch.ids))
         write_top(self._top_file(name, part), joined_top(top))
         arrays = {SEPARATOR.join(quantity): values for quantity, values in joined(results).items()}
         with replacing(self._file(name, part)) as partial, open(partial, "wb") as handle:
             np.savez(handle, allow_pickle=False, **arrays)
+
+    def _batches(self, part: int) -> Iterator[tuple[slice, WindowBatch]]:
+        """Cut the batches of a chunk, each with its windows in the evaluation."""
+        windows = self.parts[part]
+        top = self.token_measure.top_positions
+        tables = WindowBatch(
+            self.evaluation.ids[windows],
+            self.evaluation.scored[windows],
+            top[windows],
+            numbered(self.evaluation.scored[windows]),
+            numbered(top)[windows],
+        )
+        for start in range(0, len(tables.ids), self.batch):
+            some = slice(start, min(start + self.batch, len(tables.ids)))
+            batch = WindowBatch(*(getattr(tables, table.name)[some] for table in fields(tables)))
+            yield slice(windows.start + some.start, windows.start + some.stop), batch
+
+    def _measured(
+        self, pieces: Iterator[LogitsPart], batch: WindowBatch, baselines: Sequence[Baseline], write: Writer | None
+    ) -> tuple[TokenValues, TopLogits]:
+        """Measure a batch piece by piece; return the values of its tokens in the order of the evaluation."""
+        values: list[TokenValues] = []
+        top: list[TopLogits] = []
+        rows: list[npt.NDArray[np.int64]] = []
+        top_rows: list[npt.NDArray[np.int64]] = []
+        for piece in pieces:
+            measured = batch.part(piece)
+            if not (measured.scored | measured.top_positions).any():
+                continue
+            of_piece, likely = self.token_measure.measure(piece.logits, measured, baselines, write)
+            values.append(of_piece)
+            top.append(likely)
+            rows.append(measured.rows[measured.scored])
+            top_rows.append(measured.top_rows[measured.top_positions])
+        order, top_order = (np.unique(np.concatenate(some), return_index=True)[1] for some in (rows, top_rows))
+        in_order = {quantity: of_tokens[order] for quantity, of_tokens in joined(values).items()}
+        return in_order, joined_top(top).at(top_order)
 
     def _against(self, name: str, part: int) -> list[Baseline]:
         """Return the stored logits that a runtime is compared with: of the baselines that ran before it and did not
@@ -355,10 +391,13 @@ def loading(name: str, opener: Opener) -> AnyForward:
         raise BackendError(name, f"cannot be loaded ({error_line(error)})") from error
 
 
-def running(name: str, forward: AnyForward, ids: npt.NDArray[np.int64], windows: slice, of: int) -> Logits:
+def running(
+    name: str, forward: AnyForward, ids: npt.NDArray[np.int64], windows: slice, of: int
+) -> Iterator[LogitsPart]:  # fmt: skip
     """Compute the logits of `windows`, of `of` windows in all; raises BackendError where the runtime fails."""
     try:
-        return forward(ids)
+        logits = forward(ids)
+        yield from logits if isinstance(logits, Iterator) else (LogitsPart(logits, slice(0, len(ids))),)
     except (BackendError, RuntimeError, MemoryError) as error:
         where = f"window {windows.start + 1}" + (f" to {windows.stop}" if len(ids) > 1 else "")
         raise BackendError(name, f"failed at {where} of {of} ({error_line(error)})") from error

@@ -2,13 +2,14 @@
 
 The logits of the runtimes that others are compared with are on disk (`StoredLogits`): with a vocabulary of 128,000 a
 token's logits take a quarter of a megabyte in BF16, so those of a text do not fit into memory. They are written in the
-type that they were computed in, and read a few rows at a time: five tables of a vocabulary are needed together, which
-for a whole batch took most of the memory.
+type that they were computed in, each at the row of its token, and read a few rows at a time: five tables of a
+vocabulary are needed together, which for a whole batch took most of the memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,8 +23,12 @@ if TYPE_CHECKING:
     import torch
 
 
-#: Largest float32 table of positions by vocabulary at a time, in bytes.
+#: Largest float32 table of positions by vocabulary at a time, in bytes: on a CPU, by its cache; on a GPU, by the number
+#: of launches.
 BLOCK_BYTES = 1 << 20
+GPU_BLOCK_BYTES = 64 << 20
+#: The positions of a table whatever the vocabulary is: on a CPU two of 152,000 took half as long again as four.
+BLOCK_TOKENS = 8
 
 
 class Quantity(NamedTuple):
@@ -41,12 +46,12 @@ TOP5 = Quantity("top5")
 TokenValues = dict[Quantity, npt.NDArray[np.float32 | np.bool_]]
 #: The suffix of a file of logits, behind the type of its rows.
 SUFFIX = ".logits"
-#: Takes rows [rows, vocabulary] as they come.
-Writer = Callable[["torch.Tensor"], None]
+#: Takes logits [tokens, vocabulary], and the rows that they are of, int64 [tokens].
+Writer = Callable[["torch.Tensor", npt.NDArray[np.int64]], None]
 
 
 class StoredLogits:
-    """The logits of one runtime in `folder`: rows of `name`, in the order they were written."""
+    """The logits of one runtime in `folder`: `rows` of `name`, a token each."""
 
     def __init__(self, folder: Path, name: str, rows: int):
         """Find the file of `rows` rows that was written there, if any."""
@@ -70,9 +75,12 @@ class StoredLogits:
         types: set[torch.dtype] = set()
         with replacing(self._folder / f"{self._name}{SUFFIX}") as partial, open(partial, "wb") as handle:
 
-            def write(rows: "torch.Tensor") -> None:
-                types.add(rows.dtype)
-                rows.cpu().contiguous().view(torch.uint8).numpy().tofile(handle)
+            def write(logits: "torch.Tensor", rows: npt.NDArray[np.int64]) -> None:
+                types.add(logits.dtype)
+                table = logits.cpu().contiguous().view(torch.uint8).numpy()
+                for first, last in adjacent(rows):
+                    handle.seek(int(rows[first]) * table.shape[1])
+                    handle.write(table[first:last].data)
 
             yield write
         (dtype,) = types
@@ -80,16 +88,20 @@ class StoredLogits:
             self._folder / f"{self._name}.{str(dtype).removeprefix('torch.')}{SUFFIX}"
         )
 
-    def read(self, start: int, stop: int) -> "torch.Tensor":
-        """Rows `start` to `stop` [rows, vocabulary], in the type that they were written in."""
+    def read(self, rows: npt.NDArray[np.int64]) -> "torch.Tensor":
+        """Return the logits [rows, vocabulary] of `rows` int64, in the type that they were written in."""
         import torch
 
         path = self._path
         assert path is not None, f"{self._name}: its logits were not written"
         dtype = getattr(torch, path.name.removesuffix(SUFFIX).rpartition(".")[2])
-        row = path.stat().st_size // self._rows
-        data = np.fromfile(path, np.uint8, (stop - start) * row, offset=start * row)
-        return torch.from_numpy(data).view(dtype).view(stop - start, -1)
+        width = path.stat().st_size // self._rows
+        table = np.empty((len(rows), width), np.uint8)
+        with open(path, "rb") as handle:
+            for first, last in adjacent(rows):
+                handle.seek(int(rows[first]) * width)
+                handle.readinto(table[first:last].data)
+        return torch.from_numpy(table).view(dtype)
 
     def remove(self) -> None:
         """Delete the file."""
@@ -108,6 +120,18 @@ class Baseline:
     agreement: bool = False
 
 
+def adjacent(rows: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Cut ascending `rows` into runs of neighbours: (first, behind the last) in `rows`."""
+    cuts = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
+    return [*pairwise(cuts)]
+
+
+def block_size(vocabulary: int, device: str = "cpu") -> int:
+    """The number of positions whose logits are measured together."""
+    largest = BLOCK_BYTES if device == "cpu" else GPU_BLOCK_BYTES
+    return max(BLOCK_TOKENS, largest // (4 * vocabulary))
+
+
 def kl_from(runtime: str) -> Quantity:
     """KL(`runtime` || this)."""
     return Quantity("kl", runtime)
@@ -122,15 +146,15 @@ def measure_tokens(
     logits: "torch.Tensor",
     scored: npt.NDArray[np.bool_],
     ids: npt.NDArray[np.int64],
-    start: int,
+    token_rows: npt.NDArray[np.int64],
     baselines: Sequence[Baseline],
     write: Writer | None = None,
 ) -> TokenValues:
-    """Measure `logits` [windows, context, vocabulary] at the `scored` tokens of `ids` [windows, context], each by the
+    """Measure `logits` [windows, positions, vocabulary] at the `scored` tokens of `ids` [windows, context], each by the
     logits at the position before it.
 
-    `start`: the row of the first scored token in the stored logits of the baselines. `write` receives the logits of the
-    scored tokens.
+    `token_rows` int64 [windows, context]: the rows of the tokens in the stored logits of the baselines. `write`
+    receives the logits of the scored tokens.
     """
     import torch
 
@@ -139,14 +163,15 @@ def measure_tokens(
     rows = torch.from_numpy(windows * context + positions - 1).to(logits.device)
     targets = torch.from_numpy(ids[scored]).to(logits.device)
     flat = logits.reshape(-1, vocabulary)
-    size = max(1, BLOCK_BYTES // (4 * vocabulary))
+    stored_rows = token_rows[scored]
+    size = block_size(vocabulary, logits.device.type)
     blocks = []
     for first in range(0, len(rows), size):
         some = flat[rows[first : first + size]]
+        stored = stored_rows[first : first + size]
         if write:
-            write(some)
-        stored = slice(start + first, start + first + len(some))
-        others = {baseline: baseline.logits.read(stored.start, stored.stop).to(some.device) for baseline in baselines}
+            write(some, stored)
+        others = {baseline: baseline.logits.read(stored).to(some.device) for baseline in baselines}
         blocks.append(measure_block(some, targets[first : first + size], others))
     return joined(blocks)
 

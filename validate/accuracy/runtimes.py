@@ -5,6 +5,7 @@ adapter's users, and nothing of the adapter's own effect (`compare_adapted`). `T
 through a torch model in the generation loop, to compare generated text; it is not for serving.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -26,7 +27,7 @@ from ...quantize.reference.fp8_model import RUN_CHECKPOINT, Reference, load_refe
 from ...quantize.reference.linear import Mode
 from ...serve.loop.sessions import Pace
 from ...serve.loop.step_logits import HostLogits
-from .as_served import served, torch_start
+from .as_served import PartForward, Start, in_groups, served, torch_start
 from .compare import FLOAT32, Forward, Opener, Workplace, compare_in_turn
 from .document import RuntimeAccuracy, with_adapter
 from .session_logits import session_opener
@@ -38,12 +39,20 @@ ORIGINAL = "original"
 FLOATS = {"bf16": torch.bfloat16, FLOAT32: torch.float32, ORIGINAL: None}
 
 
-def float_model(source: Source, dtype: torch.dtype, device: str, prompt: int | None = None) -> Forward:
-    """Return the source model in `dtype`; `prompt`: as `Loading` has it."""
+def float_model(source: Source, dtype: torch.dtype, device: str) -> Forward:
+    """Return the function that computes logits of whole windows by the source model in `dtype`."""
     model = load_model(source, dtype, device)
-    if prompt is not None:
-        return served(torch_start(model), prompt)
     return lambda ids: model(input_ids=torch.from_numpy(ids).to(device), use_cache=False).logits
+
+
+def decoding_float_model(source: Source, dtype: torch.dtype, device: str, prompt: int) -> PartForward:
+    """Return the function that computes logits behind a `prompt` by the source model in `dtype`."""
+    return decoding(torch_start(load_model(source, dtype, device)), prompt)
+
+
+def decoding(start: Start[torch.Tensor], prompt: int) -> PartForward:
+    """Return the function that computes logits behind a `prompt`, over half of the windows where a GPU has no room."""
+    return in_groups(served(start, prompt), sys.maxsize, torch.OutOfMemoryError)
 
 
 def load_float(source: Source, name: str, device: str) -> torch.nn.Module:
@@ -60,10 +69,8 @@ def open_reference(
         return load_reference(run.model, mode, dtype, device, where)
 
 
-def logits_of(loaded: Reference, prompt: int | None = None) -> Forward:
-    """Return the function that computes logits by `loaded`, with the run's cache; `prompt`: as `Loading` has it."""
-    if prompt is not None:
-        return served(torch_start(loaded.model, loaded.new_cache), prompt)
+def logits_of(loaded: Reference) -> Forward:
+    """Return the function that computes logits of whole windows by `loaded`, with the run's cache."""
     return lambda ids: (
         loaded.model(
             input_ids=torch.from_numpy(ids).to(loaded.model.device), past_key_values=loaded.new_cache(), use_cache=True
@@ -71,18 +78,28 @@ def logits_of(loaded: Reference, prompt: int | None = None) -> Forward:
     )
 
 
-def reference(
-    run: Run, device: str, adapter: str | None = None, prompt: int | None = None, first_terms: bool = False
-) -> Forward:
-    """Return the FP8 reference in its fast mode, its parts outside FP8 in BF16, with the run's cache and that adapter
-    on.
+def reference(run: Run, device: str, adapter: str | None = None, first_terms: bool = False) -> Forward:
+    """Return the function that computes logits of whole windows by the FP8 reference in its fast mode, its parts
+    outside FP8 in BF16, with the run's cache and that adapter on.
 
-    `prompt`: as `Loading` has it. `first_terms`: with only the first code of each activation.
+    `first_terms`: with only the first code of each activation.
     """
+    return logits_of(_fast_reference(run, device, adapter, first_terms))
+
+
+def decoding_reference(
+    run: Run, device: str, prompt: int, adapter: str | None = None, first_terms: bool = False
+) -> PartForward:
+    """Return the function that computes logits behind a `prompt` by the FP8 reference, loaded as `reference` has it."""
+    loaded = _fast_reference(run, device, adapter, first_terms)
+    return decoding(torch_start(loaded.model, loaded.new_cache), prompt)
+
+
+def _fast_reference(run: Run, device: str, adapter: str | None, first_terms: bool) -> Reference:
     loaded = open_reference(run, "fast", device, adapter)
     if first_terms:
         loaded.take_first_terms()
-    return logits_of(loaded, prompt)
+    return loaded
 
 
 @dataclass(frozen=True)
@@ -134,18 +151,27 @@ def open_original(asked: Loading) -> Opener:
 @opens("reference")
 def open_fp8(asked: Loading) -> Opener:
     """Open the FP8 reference in its fast mode."""
-    return partial(reference, asked.run, asked.device, asked.adapter, asked.prompt)
+    return _reference_opener(asked, first_terms=False)
 
 
 @opens(ONE_TERM_ALONE)
 def open_one_term(asked: Loading) -> Opener:
     """Open the FP8 reference with only the first code of each activation."""
-    return partial(reference, asked.run, asked.device, asked.adapter, asked.prompt, first_terms=True)
+    return _reference_opener(asked, first_terms=True)
+
+
+def _reference_opener(asked: Loading, *, first_terms: bool) -> Opener:
+    if asked.prompt is None:
+        return partial(reference, asked.run, asked.device, asked.adapter, first_terms)
+    return partial(decoding_reference, asked.run, asked.device, asked.prompt, asked.adapter, first_terms)
 
 
 def _float_opener(asked: Loading, dtype: torch.dtype | None) -> Opener:
     source = asked.source()
-    return partial(float_model, source, dtype or stored_dtype(source), asked.device, asked.prompt)
+    dtype = dtype or stored_dtype(source)
+    if asked.prompt is None:
+        return partial(float_model, source, dtype, asked.device)
+    return partial(decoding_float_model, source, dtype, asked.device, asked.prompt)
 
 
 def openers(names: tuple[str, ...], asked: Loading) -> dict[str, Opener]:

@@ -5,7 +5,7 @@ read in the same way: `Pace.chunk` tokens a call through the profile of prompts,
 those before it left. The logits of every position come back.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -23,11 +23,11 @@ from ...serve.local.generation import open_run_engine
 from ...serve.loop.cuda import DeviceMemoryError
 from ...serve.loop.engine_session import EngineSession
 from ...serve.loop.sessions import SessionError, open_session
-from .as_served import served, session_start
+from .as_served import LogitsPart, PartForward, in_groups, served, session_start
 
-#: Logits of a batch of windows: int64 [windows, context] -> float32 [windows, context, vocabulary].
+#: Logits of a batch of windows: int64 [windows, context] -> float32 [windows, context, vocabulary], or their pieces.
 Logits = npt.NDArray[np.float32]
-SessionForward = Callable[[npt.NDArray[np.int64]], Logits]
+SessionForward = Callable[[npt.NDArray[np.int64]], Logits | Iterator[LogitsPart]]
 
 
 def session(
@@ -78,7 +78,7 @@ def graph_of(run: Run, runtime: str, adapter: str | None = None) -> Path:
     return checkpoint_of(run, RUNTIMES[runtime].precision) / graph_names(adapter)[1]
 
 
-def engine_logits(session: EngineSession, prompt: int | None = None, context: int | None = None) -> SessionForward:
+def engine_logits(session: EngineSession, prompt: int | None = None, context: int | None = None) -> PartForward:
     """Return the function that computes logits by an engine; `prompt`, `context`: as `session` has them.
 
     It raises BackendError for windows that are longer than the engine has slots, which are whole steps of memory. As
@@ -89,7 +89,7 @@ def engine_logits(session: EngineSession, prompt: int | None = None, context: in
         rows_that_fit(session, context)
     forward = all_positions(session) if prompt is None else served(session_start(session), prompt)
 
-    def within(ids: npt.NDArray[np.int64]) -> Logits:
+    def within(ids: npt.NDArray[np.int64]) -> Iterator[LogitsPart]:
         if session.most_positions is not None and ids.shape[1] > session.most_positions:
             raise BackendError(
                 "",
@@ -97,13 +97,10 @@ def engine_logits(session: EngineSession, prompt: int | None = None, context: in
                 f"give --context {session.most_positions}",
             )
         rows = rows_that_fit(session, ids.shape[1])
-        while True:
-            try:
-                return in_groups(forward, rows)(ids)
-            except DeviceMemoryError as error:  # logits and intermediate results take memory too
-                if rows == 1:
-                    raise _no_room(error) from error
-                rows //= 2
+        try:  # logits and intermediate results take memory too
+            yield from in_groups(forward, rows, DeviceMemoryError)(ids)
+        except DeviceMemoryError as error:
+            raise _no_room(error) from error
 
     return within
 
@@ -128,10 +125,10 @@ def _no_room(error: DeviceMemoryError) -> SessionError:
     return SessionError(f"{error.facts}; give a smaller --context, or end what else runs on this GPU")
 
 
-def all_positions(session: EngineSession) -> SessionForward:
-    """Logits of all positions of windows, float32 [windows, context, vocabulary]."""
+def all_positions(session: EngineSession) -> PartForward:
+    """Return the function that computes the logits of all positions of windows, float32, in one piece."""
 
-    def forward(ids: npt.NDArray[np.int64]) -> Logits:
+    def forward(ids: npt.NDArray[np.int64]) -> Iterator[LogitsPart]:
         windows, context = ids.shape
         batch = session.open_batch(windows, context)
         filled = np.zeros(windows, np.int64)
@@ -144,19 +141,9 @@ def all_positions(session: EngineSession) -> SessionForward:
                 filled += tokens.shape[1]
         finally:
             batch.clear()
-        return np.concatenate(chunks, axis=1)
+        yield LogitsPart(np.concatenate(chunks, axis=1), slice(0, windows))
 
     return forward
-
-
-def in_groups(forward: SessionForward, most: int | None) -> SessionForward:
-    """Run `forward` over at most so many windows at a time."""
-
-    def grouped(ids: npt.NDArray[np.int64]) -> Logits:
-        size = most or len(ids)
-        return np.concatenate([forward(ids[start : start + size]) for start in range(0, len(ids), size)])
-
-    return grouped
 
 
 def graph_vocabulary(run: Run) -> int:

@@ -16,7 +16,7 @@ from ...calibrate.measure.scoring import log_softmax_of_array
 from ...calibrate.text.evaluation import Evaluation, first_not_finite
 from .bootstrap import Bootstrap
 from .compare import BASELINE, Logits, Outcome, TokenMeasure, WindowBatch, mean
-from .divergence import BLOCK_BYTES, NLL, Baseline, Quantity, TokenValues, Writer, joined
+from .divergence import NLL, Baseline, Quantity, TokenValues, Writer, block_size, joined
 from .document import AgainstStored, NotFinite, RuntimeAccuracy, StoredDistance
 from .top_divergence import bounded_kl
 from .top_logits import TopLogits, TopTokens, joined_top, top_of_array
@@ -54,34 +54,33 @@ class StoredReference:
     def _measure(
         self, logits: Logits, batch: WindowBatch, baselines: Sequence[Baseline], write: Writer | None
     ) -> tuple[TokenValues, TopLogits]:
-        """Measure a batch of logits [windows, context, vocabulary]: the loss of each scored token, and the distances at
-        the top positions.
+        """Measure logits [windows, positions, vocabulary]: the loss of each scored token, and the distances at the top
+        positions.
         """
         assert not baselines, "what is compared with is stored"
         table = np.asarray(logits)
-        context, vocabulary = table.shape[1:]
-        batch = batch.of_last(context)
-        size = max(1, BLOCK_BYTES // (4 * vocabulary))
+        positions, vocabulary = table.shape[1:]
+        size = block_size(vocabulary)
         flat = table.reshape(-1, vocabulary)
         nll = [np.zeros(0, np.float32)]
-        rows = _rows(batch.scored, context)
+        rows = _rows(batch.scored, positions)
         targets = batch.ids[batch.scored]
         for first in range(0, len(rows), size):
             log_q = log_softmax_of_array(flat[rows[first : first + size]])
             nll.append(-log_q[np.arange(len(log_q)), targets[first : first + size]])
-        rows = _rows(batch.top_positions, context)
+        rows = _rows(batch.top_positions, positions)
+        stored_rows = batch.top_rows[batch.top_positions]
         # one block at least, so that a batch without a top position has its empty columns
         blocks = [slice(first, first + size) for first in range(0, max(len(rows), 1), size)]
-        measured = [
-            self._distances(log_softmax_of_array(flat[rows[some]]), batch.top_row + some.start) for some in blocks
-        ]
+        measured = [self._distances(log_softmax_of_array(flat[rows[some]]), stored_rows[some]) for some in blocks]
         distances = joined([values for values, _ in measured])
         return {NLL: np.concatenate(nll)} | distances, joined_top([top for _, top in measured])
 
-    def _distances(self, log_q: npt.NDArray[np.float32], start: int) -> tuple[TokenValues, TopLogits]:
-        """Compare log-probabilities [n, vocabulary] with the stored likeliest tokens from position `start` on."""
+    def _distances(
+        self, log_q: npt.NDArray[np.float32], some: npt.NDArray[np.int64]
+    ) -> tuple[TokenValues, TopLogits]:  # fmt: skip
+        """Compare log-probabilities [n, vocabulary] with the stored likeliest tokens at `some` of the top positions."""
         likeliest = top_of_array(log_q)
-        some = slice(start, start + len(log_q))
         measured: TokenValues = {}
         for name, top in self.tops.runtimes.items():
             stored = top.at(some)
@@ -91,10 +90,10 @@ class StoredReference:
         return measured, likeliest
 
 
-def _rows(chosen: npt.NDArray[np.bool_], context: int) -> npt.NDArray[np.int64]:
-    """Return the rows of logits that predict the `chosen` tokens, int64."""
-    windows, positions = np.nonzero(chosen)
-    return (windows * context + positions - 1).astype(np.int64)
+def _rows(chosen: npt.NDArray[np.bool_], positions: int) -> npt.NDArray[np.int64]:
+    """Return the rows of logits, of `positions` of each window, that predict the `chosen` tokens: int64."""
+    windows, tokens = np.nonzero(chosen)
+    return (windows * positions + tokens - 1).astype(np.int64)
 
 
 def against_stored(outcome: Outcome, reference: StoredReference) -> dict[str, RuntimeAccuracy]:

@@ -20,7 +20,7 @@ from fp8q.quantize.sensitivity.first_tokens import (
     added,
     batch_squares,
 )
-from fp8q.quantize.sensitivity.gradients import drawn
+from fp8q.quantize.sensitivity.gradients import drawn, uniform
 
 IDS = np.random.default_rng(3).integers(0, 500, (3, 24))
 
@@ -52,7 +52,7 @@ def by_shifts(model: PreTrainedModel, names: list[str], ids: np.ndarray, seed: i
         for name, module in modules.items()
     ]
     log_p = model(input_ids=torch.from_numpy(ids), use_cache=False).logits.float().log_softmax(-1)[:, :-1].flatten(0, 1)
-    labels = drawn(log_p.detach().exp(), torch.Generator().manual_seed(seed))
+    labels = drawn(log_p.detach().exp(), uniform(len(log_p), torch.Generator().manual_seed(seed)))
     nn.functional.nll_loss(log_p, labels, reduction="sum").backward()
     for hook in hooks:
         hook.remove()

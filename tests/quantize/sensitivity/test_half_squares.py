@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from fp8q.quantize.sensitivity.gradients import drawn, half_square, summed
+from fp8q.quantize.sensitivity.gradients import (
+    DRAWN_ROWS,
+    drawn,
+    drawn_gradient,
+    drawn_loss,
+    half_square,
+    summed,
+    uniform,
+)
 
 
 def test_what_errors_add_is_summed_in_a_token_and_squared_after_that() -> None:
@@ -29,6 +37,14 @@ def test_nats_of_batches_add_up_variant_by_variant() -> None:
 def test_labels_are_drawn_as_often_as_they_are_probable() -> None:
     """Of 10,000 draws a class of 70 % has 7,000, within four standard deviations of 46; one of 0 % none."""
     p = torch.tensor([0.7, 0.0, 0.3]).expand(10_000, 3)
-    counts = torch.bincount(drawn(p, torch.Generator().manual_seed(1)), minlength=3).tolist()
+    counts = torch.bincount(drawn(p, uniform(len(p), torch.Generator().manual_seed(1))), minlength=3).tolist()
     assert counts[0] == pytest.approx(7000, abs=4 * 46)
     assert counts[1] == 0
+
+
+@pytest.mark.parametrize("prompt", [1, 40])
+def test_the_gradient_of_drawn_labels_is_that_of_the_loss_bit_for_bit(prompt: int) -> None:
+    logits = torch.randn(2, DRAWN_ROWS + 20, 50, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    loss = drawn_loss(logits[:, prompt - 1 : -1].log_softmax(-1), torch.Generator().manual_seed(1))
+    (whole,) = torch.autograd.grad(loss, [logits])
+    assert torch.equal(drawn_gradient(logits.detach(), prompt, torch.Generator().manual_seed(1)), whole)

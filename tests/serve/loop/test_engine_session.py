@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from loaded_runtimes import stacked
 
 from fp8q.core.errors import BackendError
 from fp8q.serve.loop.cuda import CudaDevice, CudaError, CudaFaultError, DeviceMemoryError
@@ -87,7 +88,7 @@ def test_windows_in_chunks_over_the_cache_have_the_logits_of_whole_ones(
     session = open_engine(counting, runtime)
     session.pace = type(session.pace)(chunk=24, share=24)
     ids = np.random.default_rng(0).integers(0, 15, (7, 100))
-    found = engine_logits(session)(ids)
+    found = stacked(engine_logits(session)(ids))
     assert found.shape == (7, 100, 16)
     assert np.array_equal(found, logits_at_once(counting, ids))
     assert held_beside_contexts(gpu, session) == set()
@@ -99,7 +100,7 @@ def test_windows_as_served_have_the_logits_of_whole_ones_behind_the_prompt(
 ) -> None:
     ids = np.random.default_rng(1).integers(0, 15, (6, 40))
     session = open_engine(counting, runtime)
-    found = engine_logits(session, 30)(ids)
+    found = stacked(engine_logits(session, 30)(ids))
     assert np.array_equal(found, logits_at_once(counting, ids)[:, 29:39])
     assert held_beside_contexts(gpu, session) == set()
 
@@ -107,7 +108,7 @@ def test_windows_as_served_have_the_logits_of_whole_ones_behind_the_prompt(
 def test_windows_longer_than_the_slots_are_refused(counting: CountingModel, open_engine: OpenEngine) -> None:
     session = open_engine(counting, "tensorrt")
     with pytest.raises(BackendError) as refused:
-        engine_logits(session)(np.zeros((1, 257), np.int64))
+        stacked(engine_logits(session)(np.zeros((1, 257), np.int64)))
     assert str(refused.value) == "a window of 257 tokens is longer than the engine's 256 slots; give --context 256"
 
 

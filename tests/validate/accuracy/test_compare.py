@@ -175,7 +175,7 @@ def test_the_numbers_do_not_depend_on_the_chunks(small: Callable[[int], None], t
         folder, calls = tmp_path / str(batches), list[str]()
         folder.mkdir()
         found[batches] = in_turn(folder, runtimes(), calls)
-        chunks = {100: 1, 3: 4, 1: 10, 0: 10}[batches]
+        chunks = {100: 1, 3: 4, 1: 10, 0: 20}[batches]
         assert calls == ["bf16", "fp32", "reference"] * chunks  # the order of their turns
         assert found[batches].accuracy == found[100].accuracy
         for name, nll in found[batches].nll.items():
@@ -317,7 +317,8 @@ def test_one_runtime_is_in_memory_at_a_time(small: Callable[[int], None], tmp_pa
 def test_a_tenth_of_the_free_disk_holds_the_logits_of_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     window = 4 * 6 * VOCABULARY
     monkeypatch.setattr(comparing, "LOGITS_BYTES", 2 * window)
-    for free, windows in ((10 * 7 * window, 6), (10 * 20 * window, 20), (1, 2)):  # whole batches, one at least
+    # whole batches; half of the disk for one batch, and one window in any case
+    for free, windows in ((10 * 7 * window, 6), (10 * 20 * window, 20), (4 * window, 2), (2 * window, 1), (1, 1)):
         monkeypatch.setattr("shutil.disk_usage", lambda folder, free=free: type("U", (), {"free": free}))
         folder = tmp_path / str(free)
         folder.mkdir()

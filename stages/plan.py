@@ -1,0 +1,262 @@
+"""Plan `fp8q run` before its first stage: the time, memory and disk of each stage on this machine.
+
+Rates are measured on a few tokens of the run's own windows (`plan_rates`), and multiplied by the tokens, passes and
+numbers of weights of each stage. What does not grow with the model (libraries that are loaded, files that are hashed)
+is a constant. A disk without the room for all stages together is refused here, before an hour of calibration.
+"""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..calibrate.model.source import Source
+from ..calibrate.text.evaluation import Evaluation
+from ..core.columns import duration, size
+from ..core.errors import InputError
+from ..core.run import Run
+from ..export.engine.build import resolve
+from ..options import RUNTIMES, WITHOUT_GRAPH, RunOptions, ScaleOptions
+from ..validate.accuracy.compare import BASELINES, windows_at_once
+from .corpus import Collected
+from .costliest import WINDOWS as COSTLIEST_WINDOWS
+from .cpu_time import STEP_TOKENS
+from .first_tokens import WINDOWS as FIRST_TOKEN_WINDOWS
+from .forms import FEW_CONTEXT, FEW_WINDOWS, PREDICTED_WINDOWS
+from .pipeline.stage import Notes, device
+from .pipeline.stages import VALIDATE
+from .plan_rates import LIBRARY_BYTES, Rates, measured_rates
+from .preflight import directory_above
+from .sensitivity import COPIES, GRADIENT_PASSES, WHOLE_BYTES
+
+#: Seconds of a quiet machine in which a stage ends whatever the model is: it loads libraries, and hashes and writes
+#: files. The trace of a graph takes some for each decoder layer besides, and an engine's building for each byte.
+BEGIN_SECONDS = 1.0
+GRAPH_SECONDS = 36.0
+GRAPH_LAYER_SECONDS = 0.2
+ENGINE_SECONDS = 6.0
+REPORT_SECONDS = 8.0
+#: The windows that a search measures candidates on, and the candidates that it measures, about.
+SEARCH_CANDIDATES = 4
+#: The passes of a forward and backward run for the first tokens' weights, in forward passes.
+FIRST_TOKEN_PASSES = 3.0
+#: The bytes of a number of the model in FP32, and in ONNX Runtime, which holds what it folds besides.
+FP32_BYTES = 4
+ONNX_BYTES = 8
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage's `seconds`, the peak of its memory, and the disk that it takes, for a time or for good, in bytes;
+    `options`: those that change them. `if_needed`: only where one code an activation loses too much.
+    """
+
+    name: str
+    seconds: float
+    memory: float
+    disk: float
+    options: str
+    if_needed: bool = False
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The decisions before the plan: a `graph` is made, `moments` are gathered, the model is `stream`ed by layers."""
+
+    graph: bool
+    moments: bool
+    stream: bool
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Everything that a plan follows from."""
+
+    source: Source
+    options: RunOptions
+    collected: Collected
+    evaluation: Evaluation
+    outlook: Outlook
+    rates: Rates
+
+    @property
+    def scales(self) -> ScaleOptions:
+        """The options of scales."""
+        return self.options.calibrate
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that are calibrated on."""
+        return int(self.collected.windows.size)
+
+    @property
+    def begin(self) -> float:
+        """The seconds in which a stage that loads the model begins and ends."""
+        return self.rates.load_seconds + self.rates.pace * BEGIN_SECONDS
+
+    def gradients(self, passes: float) -> float:
+        """The seconds of so many passes of a window in FP32."""
+        return passes * self.window * self.rates.fp32
+
+    @property
+    def window(self) -> int:
+        """The tokens of a calibration window."""
+        return int(self.collected.windows.shape[1])
+
+
+def stages_of(plan: Planned) -> Iterator[PlannedStage]:
+    """Plan each stage, in the order of work."""
+    rates = plan.rates
+    scales = plan.scales
+    yield _calibration(plan)
+    if scales.bf16_weights:
+        yield PlannedStage(
+            "costliest weights",
+            2 * plan.begin + rates.scaling * rates.numbers + plan.gradients(GRADIENT_PASSES * COSTLIEST_WINDOWS),
+            rates.base_bytes + rates.gradient_bytes(plan.window, COPIES * rates.weight_bytes > WHOLE_BYTES),
+            rates.streamed_bytes(COSTLIEST_WINDOWS * plan.window),
+            "--bf16-weights 0",
+        )
+    if scales.weigh_first_token and plan.outlook.moments:
+        yield PlannedStage(
+            "first tokens",
+            plan.begin + plan.gradients(FIRST_TOKEN_PASSES * FIRST_TOKEN_WINDOWS),
+            rates.base_bytes + rates.gradient_bytes(plan.window, plan.outlook.stream),
+            rates.streamed_bytes(FIRST_TOKEN_WINDOWS * plan.window),
+            "--no-weigh-first-token",
+        )
+    rounding = rates.compensated if scales.needs_moments else 0.0
+    yield PlannedStage(
+        "scales and checkpoint",
+        rates.pace * BEGIN_SECONDS + rates.scaling * rates.numbers + rounding,
+        rates.base_bytes + rates.weight_bytes,
+        rates.checkpoint_bytes,
+        "--weight-rounding",
+    )
+    if plan.outlook.graph:
+        yield from _engines(plan)
+    validation = _validation(plan)
+    yield validation
+    if plan.options.finds_form:
+        yield _search(plan, validation)
+    yield PlannedStage("report", rates.pace * REPORT_SECONDS, rates.base_bytes, 0.0, "")
+
+
+def _calibration(plan: Planned) -> PlannedStage:
+    rates = plan.rates
+    token = rates.observed
+    disk = rates.streamed_bytes(plan.tokens)
+    if plan.outlook.moments:
+        token += rates.moments
+        disk += FP32_BYTES * sum(width * width for width in rates.inputs)
+    memory = rates.base_bytes + rates.weight_bytes + plan.options.calibrate.batch_size * rates.window_bytes
+    return PlannedStage("calibrate", plan.begin + plan.tokens * token, memory, disk, "--samples, --seq-len")
+
+
+def _engines(plan: Planned) -> Iterator[PlannedStage]:
+    """Plan the graphs, and the engines that are built of them."""
+    rates = plan.rates
+    seconds = rates.pace * (GRAPH_SECONDS + GRAPH_LAYER_SECONDS * rates.layers)
+    yield PlannedStage("graphs", seconds, rates.base_bytes + LIBRARY_BYTES, 0.0, "--no-graph")
+    count = len(resolve(plan.options.engine).targets)
+    yield PlannedStage(
+        "engines",
+        count * rates.pace * ENGINE_SECONDS,
+        rates.base_bytes + 2 * rates.checkpoint_bytes,
+        count * rates.checkpoint_bytes,
+        "--target, --no-graph",
+    )
+
+
+def _search(plan: Planned, validation: PlannedStage) -> PlannedStage:
+    """Plan the search of a form, which ends with another `validation`."""
+    rates = plan.rates
+    few = SEARCH_CANDIDATES * FEW_WINDOWS * min(plan.window, FEW_CONTEXT)
+    candidates = few * (rates.reference + rates.scoring) + SEARCH_CANDIDATES * rates.scaling * rates.numbers
+    predicted = plan.gradients(GRADIENT_PASSES * PREDICTED_WINDOWS)
+    return PlannedStage(
+        "search of a form",
+        predicted + candidates + rates.compensated + validation.seconds,
+        rates.base_bytes + rates.gradient_bytes(plan.window, plan.outlook.stream),
+        0.0,
+        "--form FORM",
+        if_needed=True,
+    )
+
+
+def planned_runtimes(plan: Planned) -> tuple[str, ...]:
+    """The runtimes that evaluate the run."""
+    names = plan.options.validate.chosen
+    return tuple(name for name in names if plan.outlook.graph or name in WITHOUT_GRAPH)
+
+
+def _validation(plan: Planned) -> PlannedStage:
+    rates = plan.rates
+    windows, context = plan.evaluation.ids.shape
+    prompt = plan.evaluation.protocol.prompt
+    vocabulary = plan.source.text_config.vocab_size
+    names = planned_runtimes(plan)
+    tokens = float(windows * context)
+    if prompt is not None:
+        batch = windows_at_once(context, prompt, vocabulary)
+        tokens += STEP_TOKENS * -(-windows // batch) * (context - prompt - 1)
+    seconds = sum(rates.load_seconds + rates.pace * BEGIN_SECONDS + tokens * rates.of_runtime(name) for name in names)
+    seconds += len(names) * plan.evaluation.protocol.tokens * rates.scoring
+    weights = ONNX_BYTES * rates.parameters if any(RUNTIMES[name].library for name in names) else rates.weight_bytes
+    if "fp32" in names:
+        weights = max(weights, FP32_BYTES * rates.parameters)
+    stored = len([name for name in names if name in BASELINES])
+    return PlannedStage(
+        VALIDATE.name,
+        seconds,
+        rates.base_bytes + weights + FP32_BYTES * context * vocabulary,
+        2.0 * stored * plan.evaluation.protocol.tokens * vocabulary,
+        "--max-tokens, --runtimes",
+    )
+
+
+def check_free_disk(run: Run, stages: Sequence[PlannedStage]) -> None:
+    """Raise InputError where the disk of `run` has no room for all that the stages leave there."""
+    free = shutil.disk_usage(directory_above(run)).free
+    leaving = [stage for stage in stages if stage.name != VALIDATE.name]  # which makes do with what is free
+    largest = max(leaving, key=lambda stage: stage.disk)
+    needed = sum(stage.disk for stage in leaving)
+    if needed > free:
+        raise InputError(
+            run.root,
+            f"has {size(free)} free, and the stages take {size(needed)}, most of it {largest.name} "
+            f"({size(largest.disk)})",
+            "free some, or name another with --out" + (f", or change {largest.options}" if largest.options else ""),
+        )
+
+
+def lines_of(stages: Sequence[PlannedStage]) -> Iterator[str]:
+    """Write the plan, a line each stage."""
+    for stage in stages:
+        needed = ", if one code an activation loses too much" if stage.if_needed else ""
+        change = f"; {stage.options}" if stage.options else ""
+        yield (
+            f"plan: {stage.name}: {duration(stage.seconds)}, {size(stage.memory)} of memory, {size(stage.disk)} of disk"
+            f"{needed}{change}"
+        )
+    certain = [stage for stage in stages if not stage.if_needed]
+    seconds = duration(sum(stage.seconds for stage in certain))
+    memory = size(max(stage.memory for stage in certain))
+    disk = size(sum(stage.disk for stage in certain))
+    yield f"plan: all: {seconds}, {memory} of memory, {disk} of disk, by a few tokens and GEMMs that were measured here"
+
+
+def plan_of(
+    source: Source, collected: Collected, evaluation: Evaluation, options: RunOptions, outlook: Outlook
+) -> list[PlannedStage]:  # fmt: skip
+    """Measure rates on this machine and plan the stages."""
+    batch_size = options.calibrate.batch_size
+    stream = outlook.stream
+    rates = measured_rates(source, collected, batch_size, device(), stream=stream, moments=outlook.moments)
+    return [*stages_of(Planned(source, options, collected, evaluation, outlook, rates))]
+
+
+def tell(run: Run, stages: Sequence[PlannedStage], notes: Notes) -> None:
+    """Show the plan; the run's record does not have it."""
+    for line in lines_of(stages):
+        notes.report.note(line)
+    check_free_disk(run, stages)

@@ -1,0 +1,134 @@
+"""`fp8q run` begins with a plan: its arithmetic, what stops behind it, and the disk that it asks for."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8q import api
+from fp8q.calibrate.model.source import open_source
+from fp8q.calibrate.text.evaluation import cut
+from fp8q.core.errors import InputError
+from fp8q.core.reporter import Silent
+from fp8q.options import PlanOptions, RunOptions
+from fp8q.stages import plan as stage
+from fp8q.stages import run as running
+from fp8q.stages.corpus import Collected, Opening
+from fp8q.stages.pipeline.stage import Notes
+from fp8q.stages.plan import Outlook, Planned, PlannedStage, lines_of, stages_of
+from fp8q.stages.plan_rates import Rates
+from fp8q.stages.run import Following
+
+SMALL: dict[str, Any] = {"samples": 4, "seq_len": 64, "batch_size": 2}
+RATES = Rates(
+    plain=1.0, observed=2.0, fp32=3.0, reference=1.5, onnx=4.0, scoring=0.25, moments=0.5, scaling=0.01,
+    compensated=100.0, pace=2.0, load_seconds=5.0, base_bytes=1000, weight_bytes=200, window_bytes=10, parameters=100,
+    numbers=80, inputs=(3, 4), layers=2, hidden=4, vocabulary=10, streamed=False,
+)  # fmt: skip
+
+
+class Listening(Silent):
+    """Keeps what is noted."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def collected(windows: int, evaluated: int) -> Collected:
+    ids = np.zeros((windows, 8), np.int64)
+    return Collected(ids, np.zeros(evaluated, np.int64), ("a", "b"), [], api.CalibrateOptions(), Opening(bos="never"))
+
+
+def planned(demo_checkpoint: Path, moments: bool = False, **options: Any) -> dict[str, PlannedStage]:
+    asked = RunOptions(calibrate=api.CalibrateOptions(batch_size=2, **options))
+    evaluation = cut(np.zeros(16, np.int64), "b", 8, 8)
+    plan = Planned(
+        open_source(str(demo_checkpoint)), asked, collected(3, 16), evaluation, Outlook(False, moments, False), RATES
+    )
+    return {stage.name: stage for stage in stages_of(plan)}
+
+
+def test_times_are_tokens_times_what_a_token_takes(demo_checkpoint: Path) -> None:
+    stages = planned(demo_checkpoint)
+    begin = 5 + 2 * 1.0  # loaded, and begun at half the pace
+    assert stages["calibrate"].seconds == begin + 24 * 2
+    assert stages["calibrate"].memory == 1000 + 200 + 2 * 10
+    assert stages["scales and checkpoint"].seconds == 2 + 0.8
+    assert stages["scales and checkpoint"].disk == 200 - 80
+    assert stages["validate"].seconds == 2 * begin + 16 * (1 + 1.5) + 2 * 14 * 0.25  # bf16 and reference; 14 are scored
+    assert stages["search of a form"].if_needed
+    with_moments = planned(demo_checkpoint, moments=True, weight_rounding="gptq")
+    assert with_moments["calibrate"].seconds == begin + 24 * 2.5
+    assert with_moments["calibrate"].disk == 4 * (3 * 3 + 4 * 4)
+    assert with_moments["scales and checkpoint"].seconds == 2 + 0.8 + 100
+    assert "costliest weights" in planned(demo_checkpoint, bf16_weights=0.03)
+
+
+def test_what_is_not_certain_is_left_out_of_all() -> None:
+    stages = [PlannedStage("a", 90, 2e9, 1e9, "--x"), PlannedStage("b", 60, 3e9, 0, "", if_needed=True)]
+    assert [*lines_of(stages)] == [
+        "plan: a: 1 min 30 s, 2 GB of memory, 1 GB of disk; --x",
+        "plan: b: 1 min 0 s, 3 GB of memory, 0 B of disk, if one code an activation loses too much",
+        "plan: all: 1 min 30 s, 2 GB of memory, 1 GB of disk, by a few tokens and GEMMs that were measured here",
+    ]
+
+
+def test_plan_writes_nothing_and_ends_well(demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
+    listening = Listening()
+    texts = str(demo_texts.calibration), tmp_path / "run", str(demo_texts.evaluation)
+    asked = RunOptions(calibrate=api.CalibrateOptions(**SMALL), planning=PlanOptions(plan=True))
+    api.run(str(demo_checkpoint), *texts, asked, listening)
+    assert not (tmp_path / "run").exists()
+    lines = [line for line in listening.lines if line.startswith("plan: ")]
+    assert [line.split(":")[1].strip() for line in lines] == [
+        "calibrate", "scales and checkpoint", "graphs", "engines", "validate", "search of a form", "report", "all",
+    ]  # fmt: skip
+
+
+def test_a_disk_without_room_for_all_stages_is_refused_first(
+    demo_checkpoint: Path, demo_texts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1_000_000}))
+    monkeypatch.setattr(stage, "measured_rates", lambda *_, **__: RATES_OF_MUCH)
+    texts = str(demo_texts.calibration), tmp_path / "run", str(demo_texts.evaluation)
+    asked = RunOptions(calibrate=api.CalibrateOptions(**SMALL), export=api.ExportOptions(graph=False))
+    with pytest.raises(InputError) as refused:
+        api.run(str(demo_checkpoint), *texts, asked)
+    assert str(refused.value) == (
+        f"{tmp_path / 'run'}: has 1 MB free, and the stages take 2 MB, most of it scales and checkpoint (2 MB); free "
+        "some, or name another with --out, or change --weight-rounding"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+RATES_OF_MUCH = Rates(**{**vars(RATES), "weight_bytes": 2_000_080})
+
+
+def test_a_cpu_evaluates_a_larger_model_no_longer_than_it_calibrates(
+    demo_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 windows of 8 tokens calibrate: two runtimes evaluate 256 tokens each, of the 700 that 100 windows score."""
+    source = open_source(str(demo_checkpoint))
+    listening = Listening()
+    of = collected(64, 800)
+    asked = RunOptions(export=api.ExportOptions(graph=False))
+
+    def fitted(options: RunOptions) -> int | None:
+        following = Following(options, Notes(listening), graph=False)
+        following.check_fit(source, of)
+        return following.options.validate.max_tokens
+
+    assert fitted(asked) is None  # the demo is small
+    monkeypatch.setattr(running, "SMALL_BYTES", 0)
+    assert fitted(asked) == 256
+    (line,) = listening.lines
+    assert line == (
+        "--max-tokens: 256 tokens are evaluated, so that it takes no longer than calibrating on a CPU: the interval is "
+        "some 1.7 times as wide as by default; --max-tokens 700 takes that"
+    )
+    assert fitted(RunOptions(validate=api.ValidateOptions(max_tokens=700))) == 700
