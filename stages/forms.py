@@ -28,9 +28,10 @@ from ..calibrate.text.evaluation import prompt_of
 from ..core.errors import GateError, InputError
 from ..core.files import read_document, write_document
 from ..core.memory import release_memory
+from ..core.output_folder import WorkFolder
 from ..core.reporter import SILENT
 from ..core.run import Run
-from ..core.run_writer import RunWriter, WorkFolder
+from ..core.run_writer import RunWriter
 from ..options import FormChoiceOptions, RunOptions, ScaleOptions, SensitivityOptions, Server
 from ..quantize.reading.run_checkpoint import vocabulary_size
 from ..quantize.reference.fp8_model import load_reference
@@ -327,7 +328,7 @@ def chosen_options(run: Run, options: RunOptions) -> ScaleOptions:
 
 def _chosen_before(run: Run, key: Key[FormChoiceOptions, FormFacts]) -> dict[str, object] | None:
     """The recipe that a killed search had chosen last; None where no search was killed, or none was chosen."""
-    folder = WorkFolder(run, FORMS.name).left(FORMS.work_key(key))
+    folder = WorkFolder(run.root, FORMS.name).left(FORMS.work_key(key))
     if folder:
         return FormProgress.of(folder / "found.json").chosen
     return None

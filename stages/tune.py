@@ -28,9 +28,9 @@ from ..calibrate.text.evaluation import Evaluation, prompt_of
 from ..core.commands import name_in_commands
 from ..core.errors import GateError, InputError
 from ..core.files import write_document
+from ..core.output_folder import WorkFolder
 from ..core.reporter import SILENT
 from ..core.run import Run
-from ..core.run_writer import WorkFolder
 from ..options import AT_RUN_TIME, BLOCK, ScaleOptions, TuneOptions, ValidateOptions
 from ..quantize.reading.inherited_scales import inherited_scales
 from ..quantize.reference.fp8_model import experts_around, load_reference
@@ -325,7 +325,8 @@ def find_mix(run: Run, options: TuneOptions, notes: Notes) -> Tuning:
         source = source_of(run)
         weigh_first_tokens(run, source, run.options(QUANTIZE), notes)  # for GPTQ; a stage, so before this one begins
         depends = {"inputs": inputs, "windows": options.windows, **arithmetic()}  # not on the budget
-        with TUNE.writing(run, key, notes) as log, WorkFolder(run, TUNE.name).opened(depends, notes.note) as folder:
+        work = WorkFolder(run.root, TUNE.name)
+        with TUNE.writing(run, key, notes) as log, work.opened(depends, notes.note) as folder:
             write_document(run.tuning, _tune(run, source, options, folder, notes))
             log.outputs.append(run.tuning)
     return load_tuning(run)
