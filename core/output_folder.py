@@ -13,13 +13,14 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Self
 
 from safetensors import SafetensorError
 
 from .errors import InputError
-from .files import PARTIAL, disk_errors, locked, make_directory, remove, remove_empty, replacing
+from .files import PARTIAL, disk_errors, locked, make_directory, reading, remove, remove_empty, replacing
 from .run_files import LOCK, WORK
 
 
@@ -181,3 +182,26 @@ class WorkFolder:
 def key_text(key: Mapping[str, object]) -> str:
     """The text of a key, which is the same for equal keys."""
     return json.dumps(dict(key), sort_keys=True)
+
+
+@dataclass
+class Saved:
+    """The progress of a stage, a base class: its fields, which JSON can store and which have defaults, are saved in the
+    file at `path`, in a work folder.
+    """
+
+    path: Path
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """Read the results in the file at `path`, empty where there is none; raises InputError for a damaged file."""
+        with reading(path, "what a killed call left", "remove it"):
+            if path.is_file():
+                return cls(path, **json.loads(path.read_text(encoding="utf-8")))
+            return cls(path)
+
+    def save(self) -> None:
+        """Write all fields to the file."""
+        values = {saved.name: getattr(self, saved.name) for saved in fields(self) if saved.name != "path"}
+        with replacing(self.path) as partial:
+            partial.write_text(json.dumps(values), encoding="utf-8")

@@ -28,7 +28,7 @@ from ..calibrate.text.evaluation import prompt_of
 from ..core.errors import GateError, InputError
 from ..core.files import read_document, write_document
 from ..core.memory import release_memory
-from ..core.output_folder import WorkFolder
+from ..core.output_folder import Saved, WorkFolder
 from ..core.reporter import SILENT
 from ..core.run import Run
 from ..core.run_writer import RunWriter
@@ -79,7 +79,6 @@ from .pipeline.stage import Key, Notes, device
 from .pipeline.stages import FORMS, MEASURE, QUANTIZE, FormFacts, QuantizeFacts
 from .quantize import KnownCodes, quantize
 from .sensitivity import predicted_losses
-from .shared.progress import Saved
 from .shared.sources import gemms_of, source_of
 from .tune import batches_of, mix_of_run
 from .validate import validate

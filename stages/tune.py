@@ -28,7 +28,7 @@ from ..calibrate.text.evaluation import Evaluation, prompt_of
 from ..core.commands import name_in_commands
 from ..core.errors import GateError, InputError
 from ..core.files import write_document
-from ..core.output_folder import WorkFolder
+from ..core.output_folder import Saved, WorkFolder
 from ..core.reporter import SILENT
 from ..core.run import Run
 from ..options import AT_RUN_TIME, BLOCK, ScaleOptions, TuneOptions, ValidateOptions
@@ -81,7 +81,6 @@ from .pipeline.stages import MEASURE, QUANTIZE, TUNE
 from .quantize import compensations_of, quantize
 from .shared.adapters import note_base_alone
 from .shared.model_files import checked_model, export_options
-from .shared.progress import Saved
 from .shared.sources import gemms_of, source_of
 
 #: Token ids int64 [windows, seq_len], and which of them are scored, bool of the same shape.
