@@ -32,7 +32,7 @@ from fp8q.stages.other_text import evaluation
 from fp8q.stages.shared.sources import source_of
 from fp8q.stages.tune import batches_of
 from fp8q.validate.accuracy.runtimes import float_model
-from fp8q.validate.tuning.joint import measure_mixes
+from fp8q.validate.tuning.joint import measure_mix, reference_runner
 
 #: Of the mix's KL on the evaluation text over the default's, and of the prediction over the windows held out.
 LIMITS = {"kl_over_default": 1 / 3, "prediction_off": 0.2}
@@ -50,15 +50,8 @@ def kl_of(run: Run) -> float:
         load_reference(run.model, "exact", torch.float32),
     )
 
-    def forward(ids: torch.Tensor) -> torch.Tensor:
-        with reference.answering(ids.shape[1] - prompt):
-            logits: torch.Tensor = reference.model(
-                input_ids=ids, past_key_values=reference.new_cache(), use_cache=True
-            ).logits
-        return logits
-
-    found = measure_mixes(lambda ids: exact(ids.numpy()), {"run": forward}, batches_of(text.ids, text.scored), SILENT)
-    return found["run"].kl_nats
+    batches = batches_of(text.ids, text.scored)
+    return measure_mix(lambda ids: exact(ids.numpy()), reference_runner(reference), batches, SILENT, "run").kl_nats
 
 
 def benchmark(texts: ModelTexts, options: argparse.Namespace) -> dict[str, Any]:

@@ -86,6 +86,13 @@ class RunRecord(Strict):
     model: Texts = Field(default_factory=dict, description="what identifies the source model")
     stages: Annotated[dict[str, StageRecord], AfterValidator(Recorded)] = Field(default_factory=dict)
 
+    def with_stage(self, name: str, done: StageRecord | None) -> Self:
+        """Replace the record of the stage `name`; None: without it."""
+        stages = {other: record for other, record in self.stages.items() if other != name or done is not None}
+        if done is not None:
+            stages[name] = done
+        return self.model_copy(update={"stages": stages})
+
     def of(self, file: Path) -> Self:
         """Make errors about this record name `file`."""
         parts = (part for stage in self.stages.values() for part in (stage.inputs, stage.options, stage.outputs))

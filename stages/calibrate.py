@@ -11,9 +11,9 @@ from ..calibrate.model.source import Source
 from ..calibrate.model.tokenizer import load_tokenizer
 from ..calibrate.ranks.world import World, joined_ranks
 from ..calibrate.text import mixture
+from ..core.output_folder import WorkFolder
 from ..core.reporter import SILENT
 from ..core.run import Run
-from ..core.run_writer import WorkFolder
 from ..options import ExportOptions, RescaleOptions, RunOptions, ScaleOptions
 from ..quantize.checkpoint.tokenizer_files import calibrated_remark, difference_in_vllm
 from ..quantize.scales.policy import ModelGemms, few_tokens_note
@@ -68,7 +68,7 @@ def calibrate(run: Run, notes: Notes, what: Calibration) -> Run:
         else:
             source, gemms = _measured(run, what, notes, world)
     if world.rank:
-        WorkFolder(run, MEASURE.name, world.rank).leave()
+        WorkFolder(run.root, MEASURE.name, world.rank).leave()
     elif options.batches:
         first, end = options.batches
         notes.note(

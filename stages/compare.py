@@ -9,9 +9,9 @@ import numpy as np
 from ..core.commands import name_in_commands
 from ..core.errors import BackendError, GateError, InputError
 from ..core.files import write_document
+from ..core.output_folder import WorkFolder
 from ..core.reporter import Reporter
 from ..core.run import Run
-from ..core.run_writer import WorkFolder
 from ..options import CompareOptions
 from ..quantize.scales.decisions import load_scales
 from ..quantize.scales.scheme import tails_of
@@ -57,7 +57,7 @@ def compare_served(run: Run, notes: Notes, options: CompareOptions) -> ModelComp
     with COMPARE.writing(run, key, notes) as log:
         # no part of the key is the machine's arithmetic: it is the server that computes
         depends = {"inputs": inputs, "options": COMPARE.dump(options, NO_FACTS)}
-        with WorkFolder(run, COMPARE.name).opened(depends) as folder:
+        with WorkFolder(run.root, COMPARE.name).opened(depends) as folder:
             comparison = (
                 _asked(run, stored_tokens, options, folder, notes)
                 if options.url

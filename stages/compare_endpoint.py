@@ -51,10 +51,9 @@ from .compare_pair import (
     flips_and_kl,
     goes_by_layer,
     original_openers,
-    results_lock,
+    results_folder,
     streamed_openers,
     with_buckets,
-    work_folder,
     write_results,
 )
 
@@ -113,7 +112,7 @@ def compare_with_server(
     )
     key = hashlib.sha256(repr(parts).encode()).hexdigest()
     by_layer = goes_by_layer(options, [(original, raw, "")], "the original in FP32 takes", progress)
-    with results_lock(out), work_folder(out, key) as folder:
+    with results_folder(out) as work, work.until_done({"key": key}) as folder:
         measure = TokenMeasure(measure_with_torch, evaluation.scored)
         whole_model = nullcontext(original_openers(original))
         layers = streamed_openers(original, evaluation.ids, config.vocab_size, folder / LAYERS, progress)

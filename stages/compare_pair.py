@@ -4,9 +4,8 @@ No run is needed, and none is made: the results are of any two checkpoints that 
 """
 
 import hashlib
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -30,16 +29,8 @@ from ..calibrate.text.evaluation import Evaluation
 from ..calibrate.text.packing import Packing
 from ..core.arrays import read_arrays
 from ..core.errors import BackendError, InputError
-from ..core.files import (
-    disk_errors,
-    locked,
-    make_directory,
-    read_document,
-    remove_empty,
-    replacing,
-    sha256_file,
-    write_document,
-)
+from ..core.files import read_document, replacing, sha256_file, write_document
+from ..core.output_folder import OutputFolder, WorkFolder
 from ..core.reporter import Reporter
 from ..core.run_files import LOCK
 from ..options import LEAST_WINDOWS, PAIR_CONTEXT, CorpusOptions, PairOptions, ValidateOptions
@@ -97,11 +88,12 @@ from .shared.texts import read_tokens
 
 #: What stands before the candidate's directory in messages.
 OPTION = "--model "
-#: The files of a comparison in its directory, and the folder with which a killed one goes on.
+#: The files of a comparison in its directory.
 NUMBERS = "comparison.json"
 TOKENS = "tokens.npz"
 PAGE = "report.html"
-WORK = ".compare.work"
+#: The name of the folder with which a killed comparison goes on.
+COMPARE = "compare"
 #: In that folder: who loads the candidate, once each of its layers has run a token.
 CHECKED = "candidate.json"
 #: There too: the hidden states and the results of layers.
@@ -162,8 +154,8 @@ def compare_pair(original: Path, candidate: Path, options: PairOptions, progress
     file_causes = differences_beside((original, candidate), (ours, theirs), evaluation)
     models = identify(original, configs[0], progress), identify(candidate, configs[1], progress)
     pair = CheckpointPair((original, candidate), configs, models, evaluation, options, progress, file_causes)
-    with results_lock(out):
-        return _compared(pair, out, ours.text.vocab_size)
+    with results_folder(out) as work:
+        return _compared(pair, work, ours.text.vocab_size)
 
 
 def differences_beside(
@@ -193,17 +185,18 @@ def check_destination(original: Path, options: PairOptions) -> tuple[str, Path]:
     return options.data, options.out
 
 
-def _compared(pair: CheckpointPair, out: Path, vocabulary: int) -> PairComparison:
-    """Return the results in `out` where they are of this comparison; else run what is missing, and write them."""
+def _compared(pair: CheckpointPair, work: WorkFolder, vocabulary: int) -> PairComparison:
+    """Return the stored results where they are of this comparison; else run what is missing, and write them."""
+    out = work.root
     stored = out / NUMBERS
     if stored.is_file() and (known := read_document(stored, PairComparison)).key == pair.key:
         return _judged(known, out, pair.options)
     checkpoints = [*zip(pair.paths, pair.configs, ("", OPTION), strict=True)]
     models = "two models in BF16, or the original in FP32, take"
     if goes_by_layer(pair.options, checkpoints, models, pair.progress):
-        return _compared_by_layer(pair, out, vocabulary)
+        return _compared_by_layer(pair, work, vocabulary)
     loading = _check_candidate(pair)
-    with work_folder(out, pair.key) as folder:
+    with work.until_done({"key": pair.key}) as folder:
         outcome = _run(pair, vocabulary, folder)
         return write_results(_explained(pair, loading, outcome, _explain(pair)), outcome, out)
 
@@ -251,16 +244,17 @@ def streamed_openers(
             yield openers
 
 
-def _compared_by_layer(pair: CheckpointPair, out: Path, vocabulary: int) -> PairComparison:
+def _compared_by_layer(pair: CheckpointPair, work: WorkFolder, vocabulary: int) -> PairComparison:
     """Compare the models with one decoder layer of each in memory, and write the results."""
     original, wide = (_original_chain(pair.paths[0], dtype) for dtype in ORIGINAL_DTYPES.values())
     ids = pair.evaluation.ids
-    work = out / WORK / pair.key
     windows = StreamedWindows.cut(ids, windows_at_once(ids.shape[1], None, vocabulary), _module_windows(pair))
     outputs = {BASELINE: original.layer_output, FLOAT32: wide.layer_output, CANDIDATE: original.layer_output}
-    check_disk(work / LAYERS, outputs, windows, out)
-    candidate, loading = _candidate_chain(pair, work / CHECKED)
-    with work_folder(out, pair.key) as folder, _no_chain():
+    check_disk(work.path / LAYERS, outputs, windows, work.root)
+    key = {"key": pair.key}
+    left = work.left(key)
+    candidate, loading = _candidate_chain(pair, left / CHECKED if left else None)
+    with work.until_done(key) as folder, _no_chain():
         if not (folder / CHECKED).is_file():
             write_document(folder / CHECKED, loading)
         (states := folder / LAYERS).mkdir(exist_ok=True)
@@ -274,7 +268,7 @@ def _compared_by_layer(pair: CheckpointPair, out: Path, vocabulary: int) -> Pair
             *pair.paths, pair.configs, pair.file_causes, results.modules, weights, results.experts, results.tables
         )
         explanation = results.modules, results.hidden, causes_of(facts)
-        return write_results(_explained(pair, loading, outcome, explanation), outcome, out)
+        return write_results(_explained(pair, loading, outcome, explanation), outcome, work.root)
 
 
 def _original_chain(path: Path, dtype: torch.dtype) -> CheckpointChain:
@@ -282,12 +276,12 @@ def _original_chain(path: Path, dtype: torch.dtype) -> CheckpointChain:
         return CheckpointChain(path, "", device(), dtype)
 
 
-def _candidate_chain(pair: CheckpointPair, checked: Path) -> tuple[LayerChain, CandidateLoading]:
+def _candidate_chain(pair: CheckpointPair, checked: Path | None) -> tuple[LayerChain, CandidateLoading]:
     """Open the candidate after each of its parts has run a token, unless the file `checked` says that they have; where
     transformers does not run one, with fp8q.
     """
     path = pair.paths[1]
-    known = read_document(checked, CandidateLoading) if checked.is_file() else None
+    known = read_document(checked, CandidateLoading) if checked and checked.is_file() else None
     with _no_chain():
         try:
             if known == BY_FP8Q:
@@ -317,48 +311,24 @@ def _no_chain() -> Iterator[None]:
 
 
 @contextmanager
-def work_folder(out: Path, key: str) -> Iterator[Path]:
-    """Give the folder with which a killed comparison of this `key` goes on, and remove it once the block is done, or
-    is refused.
-    """
-    work = out / WORK
-    if work.is_dir() and not (work / key).is_dir():
-        shutil.rmtree(work)
-    (folder := work / key).mkdir(parents=True, exist_ok=True)
-    try:
-        with disk_errors(folder):
-            yield folder
-    except InputError:  # of a killed call the models that have run stay, of one that cannot go on nothing
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-    shutil.rmtree(work)
-
-
-@contextmanager
-def results_lock(out: Path) -> Iterator[None]:
-    """Hold the lock on the results in `out`, which is made, and removed again where nothing is written.
+def results_folder(out: Path) -> Iterator[WorkFolder]:
+    """Hold the lock on the results in `out`, which is made, and removed again where nothing is written; yield the
+    folder with which a killed comparison goes on.
 
     Raises InputError where another process compares there.
     """
-    with disk_errors(out), ExitStack() as held:
-        made = make_directory(out)
+    folder = OutputFolder(out, "comparing", f"--out {out}")
+    with folder.opened() as created:
         try:
-            held.enter_context(locked(out / LOCK))
-        except BlockingIOError:
-            raise InputError(
-                f"--out {out}", "another fp8q process is comparing here", "wait for it, or name another directory"
-            ) from None
-        try:
-            yield
+            yield WorkFolder(out, COMPARE)
         finally:
-            if made and [path.name for path in out.iterdir()] == [LOCK]:  # refused before anything was measured
-                (out / LOCK).unlink()
-                remove_empty(made)
+            if created and [path.name for path in out.iterdir()] == [LOCK]:  # refused before anything was measured
+                folder.leave(created)
 
 
 def check_results_directory(out: Path, checkpoints: tuple[Path, ...]) -> None:
     """Raise InputError where `out` is no directory for a comparison of `checkpoints`: it holds something else."""
-    names = {NUMBERS, TOKENS, PAGE, WORK, LOCK}
+    names = {NUMBERS, TOKENS, PAGE, WorkFolder(out, COMPARE).path.name, LOCK}
     if local_path(out).exists() and not out.is_dir():
         raise InputError(f"--out {out}", "is a file", "name a new directory")
     if out.resolve() in {path.resolve() for path in checkpoints}:

@@ -1,32 +1,20 @@
 """The directory that `fp8q convert` writes to: one process holds it, goes on after a kill, and leaves it clean.
 
-While it is written it holds `PROGRESS`, by which a killed call is recognized. Only who holds the lock looks
-at what is there, and removes anything. Everything is written under a temporary name and renamed, so that a link that
-somebody put into the directory is replaced, and its target never written.
+While it is written it holds `PROGRESS`, by which a killed call is recognized (`OutputFolder`). What is written replaces
+a link that somebody put into the directory, whose target is never written.
 """
 
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ..calibrate.checkpoint.weights import INDEX_END, WEIGHTS_END
 from ..calibrate.input.untrusted import exists
 from ..core.errors import Fp8qError, InputError
-from ..core.files import (
-    PARTIAL,
-    Strict,
-    disk_errors,
-    is_own_file,
-    locked,
-    make_directory,
-    read_document,
-    remove,
-    remove_empty,
-    write_document,
-)
+from ..core.files import PARTIAL, Strict, is_own_file, read_document, remove, remove_empty, write_document
+from ..core.output_folder import OutputFolder
 from ..core.reporter import Reporter
 from ..core.undo import at_end
 
@@ -77,48 +65,32 @@ def writing(out: Path, planned: PlannedFiles, progress: Reporter) -> Iterator[No
 
     Raises InputError where another process writes there, and leaves all of it to that.
     """
-    with disk_errors(out):
-        made = make_directory(out)
-        had_lock = exists(out / LOCK)
-        with _held(out):
-            fresh = not exists(out / PROGRESS)
-            try:
-                if fresh:
-                    check_contents(out)  # again, since another call may have written it meanwhile
-                    _check_room(out, planned, 0)
-                else:
-                    _go_on(out, planned, progress)
-            except InputError:
-                if not had_lock:
-                    (out / LOCK).unlink(missing_ok=True)
-                remove_empty(made)
-                raise
-            sweep = partial(_sweep, out)
-            try:
-                write_document(out / PROGRESS, ConvertProgress(key=planned.key))
-                with at_end(sweep):
-                    yield
-                (out / PROGRESS).unlink()
-                (out / LOCK).unlink()
-            except Fp8qError:
-                sweep()
-                if fresh:
-                    _remove_written(out, planned, made)
-                raise
-            except BaseException:
-                sweep()
-                raise
-
-
-@contextmanager
-def _held(out: Path) -> Iterator[None]:
-    """Hold the lock of the directory; raises InputError where another process does."""
-    with ExitStack() as held:
+    folder = OutputFolder(out, "writing", remedy="wait for it, or name another", lock_file=LOCK)
+    had_lock = exists(out / LOCK)
+    with folder.opened() as created:
+        fresh = not exists(out / PROGRESS)
         try:
-            held.enter_context(locked(out / LOCK))
-        except BlockingIOError:
-            raise InputError(out, "another fp8q process is writing here", "wait for it, or name another") from None
-        yield
+            if fresh:
+                check_contents(out)  # again, since another call may have written it meanwhile
+                _check_room(out, planned, 0)
+            else:
+                _go_on(out, planned, progress)
+        except InputError:
+            if not had_lock:
+                folder.leave(created)
+            raise
+        try:
+            write_document(out / PROGRESS, ConvertProgress(key=planned.key))
+            with at_end(folder.sweep):
+                yield
+            (out / PROGRESS).unlink()
+            (out / LOCK).unlink()
+        except BaseException as error:
+            folder.sweep()
+            if fresh and isinstance(error, Fp8qError):
+                _remove_written(out, planned)
+                folder.leave(created)
+            raise
 
 
 def _go_on(out: Path, planned: PlannedFiles, progress: Reporter) -> None:
@@ -171,18 +143,10 @@ def _check_room(out: Path, planned: PlannedFiles, done: int) -> None:
         )
 
 
-def _sweep(out: Path) -> None:
-    """Remove files that are not whole."""
-    for partly in out.glob(f"**/.*{PARTIAL}"):
-        remove(partly)
-
-
-def _remove_written(out: Path, planned: PlannedFiles, made: list[Path]) -> None:
-    """Remove what a failed call wrote, and the directories that it made, where nothing else is in them."""
+def _remove_written(out: Path, planned: PlannedFiles) -> None:
+    """Remove what a failed call wrote, and the folders of it, where nothing else is in them."""
     for name in (*planned.names, PROGRESS):
         with suppress(NotADirectoryError):
             (out / name).unlink(missing_ok=True)
     for folder in sorted(planned.folders, reverse=True):
         remove_empty([out / folder])
-    (out / LOCK).unlink(missing_ok=True)
-    remove_empty(made)

@@ -13,8 +13,9 @@ GPTQ has rounded for one candidate serve the others.
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from math import log1p
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,10 @@ from ..calibrate.text.evaluation import prompt_of
 from ..core.errors import GateError, InputError
 from ..core.files import read_document, write_document
 from ..core.memory import release_memory
+from ..core.output_folder import Saved, WorkFolder
 from ..core.reporter import SILENT
 from ..core.run import Run
-from ..core.run_writer import RunWriter, WorkFolder
+from ..core.run_writer import RunWriter
 from ..options import FormChoiceOptions, RunOptions, ScaleOptions, SensitivityOptions, Server
 from ..quantize.reading.run_checkpoint import vocabulary_size
 from ..quantize.reference.fp8_model import load_reference
@@ -42,16 +44,18 @@ from ..validate.accuracy.document import Accuracy, load_accuracy
 from ..validate.accuracy.limits import DEFAULT_RISE, Limits, RuntimeLoss, loss_and_limits, used
 from ..validate.bench.document import gemm_shapes
 from ..validate.tuning.choices import (
-    CODES,
     KINDS,
-    Group,
     GroupForm,
     Mix,
+    Price,
     RoundingName,
     Shape,
+    groups_among,
     input_form,
+    leaving_out,
     limited_to,
     served_forms,
+    shape_of,
 )
 from ..validate.tuning.form_choice import (
     ALLOW_MORE,
@@ -62,18 +66,10 @@ from ..validate.tuning.form_choice import (
     load_form_choice,
     mix_in_words,
 )
-from ..validate.tuning.form_search import (
-    CLOSE,
-    ROUNDS,
-    EvenPrice,
-    FormSearch,
-    group_losses,
-    mix_options,
-    shape_of,
-    uniform_forms,
-)
-from ..validate.tuning.joint import Runner, measure_mixes
-from ..validate.tuning.solve import EXACT, Losses, Problem, same
+from ..validate.tuning.form_search import group_losses, mix_options, uniform_forms
+from ..validate.tuning.joint import measure_mix, reference_runner
+from ..validate.tuning.search import Search
+from ..validate.tuning.solve import EXACT, Problem, same
 from .build_engine import build_engine
 from .export import export_or_note
 from .first_tokens import weigh_first_tokens
@@ -82,10 +78,9 @@ from .other_text import evaluation, positions
 from .pipeline.stage import Key, Notes, device
 from .pipeline.stages import FORMS, MEASURE, QUANTIZE, FormFacts, QuantizeFacts
 from .quantize import KnownCodes, quantize
-from .sensitivity import TOKENS, predicted_losses
-from .shared.progress import Saved
+from .sensitivity import predicted_losses
 from .shared.sources import gemms_of, source_of
-from .tune import mix_of_run
+from .tune import batches_of, mix_of_run
 from .validate import validate
 
 #: Options that decide what the search may choose where they are asked for, be it with their default values.
@@ -106,7 +101,7 @@ class FormProgress(Saved):
 
     first: dict[str, float] = field(default_factory=dict)
     first_mix: dict[str, Any] | None = None
-    groups: dict[str, list[str]] = field(default_factory=dict)
+    groups: Mapping[str, Sequence[str]] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
     chosen: dict[str, object] | None = None
     factor: float = 0.0
@@ -125,15 +120,14 @@ class FormTask:
 
 @dataclass(frozen=True)
 class FormCandidates:
-    """The candidates of a search. `shape`: of all that the server computes; `first`: the mix of the run at the
-    beginning; `losses`: predicted ones in nats a token.
+    """The candidates of a search. `shape`: of all that the server computes; `problem`: of what is chosen from; `first`:
+    the mix of the run at the beginning.
     """
 
     task: FormTask
     source: Source
-    forms: FormSearch
+    problem: Problem
     shape: Shape
-    losses: Losses
     first: Mix
 
     def options(self, mix: Mix) -> ScaleOptions:
@@ -165,8 +159,6 @@ def candidates_of(task: FormTask) -> FormCandidates:
     run = task.run
     source = source_of(task.run)
     asked = task.options.calibrate
-    scales = load_scales(run)
-    record = load_record(run)
     losses_file = task.folder / "losses.json"
     if not losses_file.is_file():
         options = SensitivityOptions(windows=PREDICTED_WINDOWS, measure=0)
@@ -176,35 +168,32 @@ def candidates_of(task: FormTask) -> FormCandidates:
         release_memory()
     sensitivity = read_document(losses_file, Sensitivity)
     groups, first = _beginning(task)
-    server = task.options.server
-    on_codes = _on_codes(source, asked, server)
-    roundings = _roundings(asked)
-    losses = group_losses(sensitivity, on_codes, roundings, first.kv_cache)
-    gemms = [*scales.weights, *scales.skipped]
-    shape = shape_of(groups, gemm_shapes(run, vocabulary_size(run)), asked.tail_length, gemms)
-    shape = replace(shape, groups=limited_to(shape.groups, server, record.experts or {}))
+    on_codes = _on_codes(source, asked, task.options.server)
+    losses = group_losses(sensitivity, on_codes, _roundings(asked), first.kv_cache)
+    shape = shape_of(groups, gemm_shapes(run, vocabulary_size(run)), asked.tail_length)
+    offered = limited_to(shape.groups, task.options.server, load_record(run).experts or {})
     if asked.asks("bf16_weights"):  # no more weights in BF16 than that share
-        shape = replace(shape, groups=_without_bf16(shape.groups))
-    searched = replace(shape, groups=_without_dearer(shape.groups, on_codes))
-    problem = Problem(losses, searched, EvenPrice(shape.plain, "memory", 0), first)
-    cached = sum(parts[CODES] for name, parts in losses.parts.items() if CODES in parts and first.codes(name))
-    return FormCandidates(task, source, FormSearch(problem, cached), shape, losses, first)
+        offered = tuple(leaving_out(group, "bf16") for group in offered)
+    shape = replace(shape, groups=offered)
+    # a tail loses as little of answers as two codes and weights alone, for less
+    searched = tuple(
+        leaving_out(group, *EXACT) if "tail" in group.forms and "tail" in on_codes else group for group in offered
+    )
+    problem = Problem(losses, replace(shape, groups=searched), Price(shape.plain, "both", 0), first)
+    return FormCandidates(task, source, problem, shape, first)
 
 
-def _beginning(task: FormTask) -> tuple[dict[str, tuple[str, ...]], Mix]:
+def _beginning(task: FormTask) -> tuple[Mapping[str, Sequence[str]], Mix]:
     """Return the groups of the run as the search began with it, and their mix: a run whose search was killed may have
     another form by then.
     """
     progress = task.progress
     if progress.first_mix is None:
         scales = load_scales(task.run)
-        groups = load_record(task.run).groups.values()
-        read = [[name for name in members if name in scales.activations] for members in groups]
-        progress.groups = {members[0]: members for members in read if members}
+        progress.groups = groups_among(load_record(task.run).groups.values(), scales.activations)
         progress.first_mix = asdict(mix_of_run(scales, progress.groups))
         progress.save()
-    mix = Mix.from_stored(progress.first_mix)
-    return {first: tuple(members) for first, members in progress.groups.items()}, mix
+    return progress.groups, Mix.from_stored(progress.first_mix)
 
 
 def _on_codes(source: Source, asked: ScaleOptions, server: Server) -> tuple[GroupForm, ...]:
@@ -227,91 +216,63 @@ def _roundings(asked: ScaleOptions) -> tuple[RoundingName, ...]:
     return ("nearest", "gptq")
 
 
-def _without_bf16(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Leave out weights in BF16."""
-    return tuple(replace(group, forms=tuple(form for form in group.forms if form != "bf16")) for group in groups)
-
-
-def _without_dearer(groups: Sequence[Group], on_codes: tuple[GroupForm, ...]) -> tuple[Group, ...]:
-    """Leave out two codes and weights alone where a group may have a tail: that loses as little of answers for less."""
-    return tuple(
-        replace(group, forms=tuple(form for form in group.forms if form not in EXACT))
-        if "tail" in group.forms and "tail" in on_codes
-        else group
-        for group in groups
-    )
-
-
 class FewWindows:
-    """A few windows of the evaluation text, and BF16's logits of them."""
+    """A few windows of the evaluation text, on which candidates are measured, and BF16's logits of them."""
 
-    def __init__(self, task: FormTask, candidates: FormCandidates):
+    def __init__(self, candidates: FormCandidates):
         """Cut windows whose second halves stand for decoded tokens where a candidate has a tail."""
-        run = task.run
-        window = min(FEW_CONTEXT, positions(run) or FEW_CONTEXT, task.options.validate.context or FEW_CONTEXT)
+        run = candidates.task.run
+        asked = candidates.task.options.validate
+        window = min(FEW_CONTEXT, positions(run) or FEW_CONTEXT, asked.context or FEW_CONTEXT)
         window = min(window, load_record(run).corpus.seq_len)
-        with_tail = "tail" in candidates.losses.on_codes
-        prompt = prompt_of(window) if with_tail else None
-        asked = replace(
-            task.options.validate, context=window, stride=None, as_served=prompt, accumulator=None,
+        self.as_served = "tail" in candidates.problem.losses.on_codes
+        prompt = prompt_of(window) if self.as_served else None
+        few = replace(
+            asked, context=window, stride=None, as_served=prompt, accumulator=None,
             max_tokens=FEW_WINDOWS * (window - (prompt or 0)),
         )  # fmt: skip
-        text = evaluation(run, None, asked, SILENT)
-        self.task = task
-        self.decoded = window - prompt if prompt else 0
-        self.tokens = text.protocol.tokens
-        size = max(1, TOKENS // window)
-        ids = torch.from_numpy(text.ids).to(device())
-        scored = torch.from_numpy(text.scored).to(device())
-        self.batches = list(zip(ids.split(size), scored.split(size), strict=True))
-        self._source = candidates.source
-        self._logits = dict[int, torch.Tensor]()
+        text = evaluation(run, None, few, SILENT)
+        self.candidates = candidates
+        self.batches = batches_of(text.ids, text.scored)
 
-    def kl(self, candidates: FormCandidates, mix: Mix) -> float:
+    def kl(self, mix: Mix) -> float:
         """Measure KL(bf16 || run) in nats a token, of the run made in the form of `mix`; each mix is measured once."""
-        measured = self.task.progress.measured
+        task = self.candidates.task
+        measured = task.progress.measured
         name = json.dumps(asdict(mix), sort_keys=True)
         if name not in measured:
-            candidates.make(mix)
-            self._run_bf16()
-            reference = self._reference()
-            losses = measure_mixes(self._bf16, {"a form": reference}, self.batches, self.task.notes)
-            measured[name] = losses["a form"].kl_nats
-            self.task.progress.save()
-            del reference
+            self.candidates.make(mix)
+            bf16 = self._bf16
+            reference = load_reference(task.run.model, "fast", torch.bfloat16, device())
+            runner = reference_runner(reference, self.as_served)
+            loss = measure_mix(lambda ids: bf16[id(ids)].to(device()), runner, self.batches, task.notes, "a form")
+            measured[name] = loss.kl_nats
+            task.progress.save()
+            del reference, runner
             release_memory()
         return measured[name]
 
-    def _run_bf16(self) -> None:
-        """Keep BF16's logits of all batches."""
-        if self._logits:
-            return
-        model = load_model(self._source, torch.bfloat16, device())
-        with self.task.notes.track("Running BF16", len(self.batches), "batches") as advance, torch.inference_mode():
+    @cached_property
+    def _bf16(self) -> dict[int, torch.Tensor]:
+        """The identity of each batch of ids, and BF16's logits of it."""
+        logits: dict[int, torch.Tensor] = {}
+        model = load_model(self.candidates.source, torch.bfloat16, device())
+        notes = self.candidates.task.notes
+        with notes.track("Running BF16", len(self.batches), "batches") as advance, torch.inference_mode():
             for ids, _ in self.batches:
-                self._logits[id(ids)] = model(input_ids=ids, use_cache=False).logits.bfloat16().cpu()
+                logits[id(ids)] = model(input_ids=ids, use_cache=False).logits.bfloat16().cpu()
                 advance(1)
         del model
         release_memory()
-
-    def _bf16(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._logits[id(ids)].to(device())
-
-    def _reference(self) -> Runner:
-        reference = load_reference(self.task.run.model, "fast", torch.bfloat16, device())
-
-        def run(ids: torch.Tensor) -> torch.Tensor:
-            with reference.answering(self.decoded):
-                logits: torch.Tensor = reference.model(
-                    input_ids=ids, past_key_values=reference.new_cache(), use_cache=True
-                ).logits
-            return logits
-
-        return run
+        return logits
 
 
 #: The share of the limits that a form may use on a few windows: texts differ.
 AIM = 0.9
+#: A mix that uses this share of what is aimed at is not made cheaper.
+CLOSE = 0.9
+#: The most mixes that are measured for one aim.
+ROUNDS = 4
 #: A KL below which none is told from zero.
 LEAST_NATS = 1e-9
 #: Forms that are chosen and evaluated on all windows, at most.
@@ -366,7 +327,7 @@ def chosen_options(run: Run, options: RunOptions) -> ScaleOptions:
 
 def _chosen_before(run: Run, key: Key[FormChoiceOptions, FormFacts]) -> dict[str, object] | None:
     """The recipe that a killed search had chosen last; None where no search was killed, or none was chosen."""
-    folder = WorkFolder(run, FORMS.name).left(FORMS.work_key(key))
+    folder = WorkFolder(run.root, FORMS.name).left(FORMS.work_key(key))
     if folder:
         return FormProgress.of(folder / "found.json").chosen
     return None
@@ -402,8 +363,9 @@ def _find(run: Run, notes: Notes, options: RunOptions, first: Accuracy) -> Accur
             f"does not, for --for {options.server}; --form FORM chooses one"
         )
         candidates = candidates_of(task)
-        mix, accuracy, gate = _settled(candidates, used(loss, limits), limits)
-        choice = _choice(candidates, mix, accuracy, limits)
+        search = Search(candidates.problem, FewWindows(candidates).kl, CLOSE, ROUNDS)
+        mix, accuracy, gate = _settled(candidates, search, used(loss, limits), limits)
+        choice = _choice(candidates, search, mix, accuracy, limits)
     with FORMS.writing(run, key, notes) as log:
         write_document(run.form_choice, choice)
         log.outputs.append(run.form_choice)
@@ -434,35 +396,29 @@ def _aim(task: FormTask) -> float:
     return AIM / task.progress.factor
 
 
-def _settled(candidates: FormCandidates, first: float, limits: Limits) -> tuple[Mix, Accuracy, GateError | None]:
+def _settled(
+    candidates: FormCandidates, search: Search, first: float, limits: Limits
+) -> tuple[Mix, Accuracy, GateError | None]:
     """Choose and evaluate forms until one is acceptable, or nothing better is left; return the last one.
 
     `first`: the share of the limits that the form to begin with uses. A nat of KL is taken to use at least what it does
     on a text of the model's own, whose log-perplexity it raises by a nat.
     """
     task = candidates.task
-    forms = candidates.forms
-    few = FewWindows(candidates.task, candidates)
-    kl = few.kl(candidates, candidates.first)
-    forms.add(candidates.first, kl)
+    kl = search.attempt(candidates.first)
     least = 1 / max(min(log1p(limits.rise), limits.kl_nats), LEAST_NATS)
     task.progress.factor = max(task.progress.factor, least, first / max(kl, LEAST_NATS))
     settled: tuple[Mix, Accuracy, GateError | None] | None = None
     for _ in range(ATTEMPTS):
-        for _ in range(ROUNDS):
-            if (mix := forms.next_mix(_aim(task))) is None:
-                break
-            forms.add(mix, few.kl(candidates, mix))
-        mix = forms.cheapest(_aim(task))
+        mix, kl = search.within(_aim(task))
         if settled and same(mix, settled[0]):
             break
         settled = (mix, *_judged(candidates, mix))
         verdict = settled[1].verdict
-        known = forms.measured(mix)
-        if verdict is None or verdict.kind != "worse" or known is None:
+        if verdict is None or verdict.kind != "worse":
             break
         share = used(*_loss_and_limits(settled[1]))
-        task.progress.factor = max(task.progress.factor, share / max(known, LEAST_NATS)) / CLOSE
+        task.progress.factor = max(task.progress.factor, share / max(kl, LEAST_NATS)) / CLOSE
         task.progress.save()
     assert settled, "one form is chosen and evaluated at least"
     return settled
@@ -493,16 +449,14 @@ def _recipe(options: ScaleOptions) -> FormRecipe:
     )  # fmt: skip
 
 
-def _choice(candidates: FormCandidates, chosen: Mix, accuracy: Accuracy, limits: Limits) -> FormChoice:
+def _choice(candidates: FormCandidates, search: Search, chosen: Mix, accuracy: Accuracy, limits: Limits) -> FormChoice:
     """Describe the `chosen` mix, whose accuracy was measured, and what each other form would have cost."""
     task = candidates.task
-    numbers = _numbers(accuracy)
-    begin = task.progress.first
-    others = uniform_forms(candidates.shape, candidates.losses, candidates.first)
+    others = uniform_forms(candidates.shape, candidates.problem.losses, candidates.first)
     rows = [
-        _row(candidates, candidates.first, begin),
-        *(_row(candidates, mix) for mix in others if not same(mix, chosen)),
-        _row(candidates, chosen, numbers).model_copy(update={"chosen": True}),
+        _row(candidates, search, candidates.first, task.progress.first),
+        *(_row(candidates, search, mix) for mix in others if not same(mix, chosen)),
+        _row(candidates, search, chosen, _numbers(accuracy)).model_copy(update={"chosen": True}),
     ]
     return FormChoice(
         server=task.options.server,
@@ -517,21 +471,19 @@ def _choice(candidates: FormCandidates, chosen: Mix, accuracy: Accuracy, limits:
     )
 
 
-def _row(candidates: FormCandidates, mix: Mix, numbers: dict[str, float] | None = None) -> FormRow:
+def _row(candidates: FormCandidates, search: Search, mix: Mix, numbers: Mapping[str, float] | None = None) -> FormRow:
     """Describe a mix with its measured `numbers`, or as a few windows or the prediction have it."""
     shape = candidates.shape
-    forms = candidates.forms
     cost = shape.cost(mix)
-    known = forms.measured(mix)
-    tail = candidates.task.options.calibrate.tail_length
-    return FormRow(
-        form=mix_in_words(shape.groups, mix, tail),
+    row = FormRow(
+        form=mix_in_words(shape.groups, mix, candidates.task.options.calibrate.tail_length),
         weight_rounding=mix.rounding,
-        kl_nats=numbers["kl"] if numbers else forms.expected(mix),
-        known="predicted" if numbers is None and known is None else "measured",
-        tokens=int(numbers["tokens"]) if numbers else None,
-        perplexity_increase=numbers["rise"] if numbers else None,
-        flips=numbers["flips"] if numbers else None,
+        kl_nats=search.expected(mix),
+        known="predicted" if search.measured(mix) is None else "measured",
         weight_bytes=cost.weight_bytes,
         prefill_flops_ratio=cost.prefill_operations / shape.plain.prefill_operations,
     )
+    if numbers is None:
+        return row
+    measured = {"known": "measured", "kl_nats": numbers["kl"], "tokens": int(numbers["tokens"])}
+    return row.model_copy(update={**measured, "perplexity_increase": numbers["rise"], "flips": numbers["flips"]})

@@ -27,8 +27,8 @@ from ..calibrate.text.evaluation import sha256_of
 from ..calibrate.text.packing import Packing
 from ..core.errors import InputError
 from ..core.files import Strict, disk_errors, sha256_file
+from ..core.output_folder import WorkFolder
 from ..core.run import Run
-from ..core.run_writer import WorkFolder
 from ..core.undo import scratch
 from ..options import CalibrateOptions, MeasureOptions
 from ..options.declare import Options
@@ -144,7 +144,7 @@ def measure(
         notes.note(world.described())
     with MEASURE.writing(run, key, notes) as log:
         log.machine = world.machine()
-        work = WorkFolder(run, MEASURE.name)
+        work = WorkFolder(run.root, MEASURE.name)
         with (
             work.opened(work_key(task, world), notes.note) if stream else nullcontext() as folder,
             gathering(run, moments, folder / "moments" if folder else None) as gathered,
@@ -164,7 +164,7 @@ def take_part(run: Run, source: Source, world: World, notes: Notes) -> None:
         return
     task = MeasureTask.model_validate(sent)
     windows = world.sent(None)
-    work = WorkFolder(run, MEASURE.name, world.rank)
+    work = WorkFolder(run.root, MEASURE.name, world.rank)
     with (
         disk_errors(run.root),
         work.opened(work_key(task, world)) if task.stream else nullcontext() as folder,

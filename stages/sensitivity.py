@@ -15,6 +15,7 @@ from ..calibrate.model.memory import weight_bytes
 from ..calibrate.model.source import Source, load_model
 from ..core.errors import InputError
 from ..core.files import write_document
+from ..core.output_folder import Saved
 from ..core.run import Run
 from ..options import SensitivityOptions
 from ..quantize.reference.fp8_model import load_reference, open_codes
@@ -41,7 +42,6 @@ from .pipeline.stage import NO_FACTS, Key, Notes, device
 from .pipeline.stages import SENSITIVITY
 from .shared.adapters import note_base_alone
 from .shared.model_files import checked_model
-from .shared.progress import Saved
 from .shared.sources import source_of
 
 #: The most tokens that run through the model at a time, in whole windows.

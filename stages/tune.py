@@ -10,27 +10,27 @@ moments, codes of a module, predictions of a batch, measurements of a mix.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from math import expm1, isfinite, log1p, prod
+from math import log1p
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..calibrate.measure.statistics import Statistics, load_statistics
+from ..calibrate.measure.statistics import Statistics, load_record, load_statistics
 from ..calibrate.model.gemms import attention_heads, gemm_modules, output_channel_axis
 from ..calibrate.model.source import Source, load_model
-from ..calibrate.text.evaluation import prompt_of
+from ..calibrate.text.evaluation import Evaluation, prompt_of
 from ..core.commands import name_in_commands
 from ..core.errors import GateError, InputError
 from ..core.files import write_document
+from ..core.output_folder import Saved, WorkFolder
 from ..core.reporter import SILENT
 from ..core.run import Run
-from ..core.run_writer import WorkFolder
 from ..options import AT_RUN_TIME, BLOCK, ScaleOptions, TuneOptions, ValidateOptions
 from ..quantize.reading.inherited_scales import inherited_scales
 from ..quantize.reference.fp8_model import experts_around, load_reference
@@ -40,38 +40,37 @@ from ..quantize.scales.choose_scales import choose_scales
 from ..quantize.scales.decisions import CACHE_PARTS, Scales, TensorScale, load_scales
 from ..quantize.sensitivity.document import Predicted
 from ..quantize.sensitivity.gradients import summed
-from ..quantize.weights.rounding_progress import Rounded
-from ..validate.tuning.candidates import Candidates, Kind, gather, round_weights
+from ..validate.tuning.candidates import Candidates, gather, round_weights
 from ..validate.tuning.choices import (
     CACHES,
     COARSEST,
     ROUNDINGS,
-    TWO_TERMS,
-    Group,
     GroupForm,
     Mix,
     Price,
-    RoundingName,
     Shape,
     form_of,
+    groups_among,
     limited_to,
     options_of,
+    shape_of,
 )
 from ..validate.tuning.document import (
     Change,
     Chosen,
     Interval,
+    Point,
     Recipe,
     Step,
     Tuning,
     Windows,
     changed,
     load_tuning,
-    point,
 )
 from ..validate.tuning.gradients import predict_choices
-from ..validate.tuning.joint import Measured, Runner, believed, measure_mixes, ratio
-from ..validate.tuning.solve import Correction, Losses, Problem, same
+from ..validate.tuning.joint import Measured, believed, measure_mix, ratio, reference_runner
+from ..validate.tuning.search import Search
+from ..validate.tuning.solve import Losses, Problem
 from .corpus import load_tokens
 from .export import export_or_note
 from .first_tokens import weigh_first_tokens
@@ -82,13 +81,12 @@ from .pipeline.stages import MEASURE, QUANTIZE, TUNE
 from .quantize import compensations_of, quantize
 from .shared.adapters import note_base_alone
 from .shared.model_files import checked_model, export_options
-from .shared.progress import Saved
 from .shared.sources import gemms_of, source_of
 
-if TYPE_CHECKING:
-    Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
-
-
+#: Token ids int64 [windows, seq_len], and which of them are scored, bool of the same shape.
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+#: The parts that calibration windows are split into.
+PARTS = ("rounding", "choosing", "held_out")
 #: The most tokens that run through the model at a time, in whole windows.
 TOKENS = 1024
 
@@ -104,7 +102,9 @@ class TuneProgress(Saved):
 
 @dataclass(frozen=True)
 class PredictedCandidates:
-    """The candidates, their predicted losses in nats a token, and the mix that the run has."""
+    """The candidates, their predicted losses in nats a token, the mix that the run has, and the batches of each part of
+    its text, on which mixes are measured.
+    """
 
     run: Run
     scales: Scales
@@ -113,15 +113,22 @@ class PredictedCandidates:
     losses: Losses
     run_mix: Mix
     progress: TuneProgress
+    batches: dict[str, Batches]
+    notes: Notes
 
-    def measured(self, where: str, mix: Mix, batches: "Batches", notes: Notes) -> Measured:
-        """Measure the loss of `mix` on `batches`, once; `where` names the batches in the saved results."""
-        name = json.dumps([where, asdict(mix)], sort_keys=True)
-        return self._measured(name, lambda: self.candidates.runner(mix), batches, notes)
-
-    def as_it_is(self, where: str, batches: "Batches", notes: Notes) -> Measured:
-        """Measure the loss of the run's own checkpoint."""
-        return self._measured(json.dumps([where, "as it is"]), self._checkpoint_runner, batches, notes)
+    def measured(self, part: str, mix: Mix | None) -> Measured:
+        """Measure the loss of `mix` on a part of the text, once; None: of the run's own checkpoint."""
+        what = "as it is" if mix is None else "a mix"
+        name = json.dumps([part, what if mix is None else asdict(mix)], sort_keys=True)
+        if name not in self.progress.measured:
+            if mix is None:
+                runner = reference_runner(load_reference(self.run.model, "exact", torch.float32, device()))
+            else:
+                runner = self.candidates.runner(mix)
+            measured = measure_mix(self.candidates.exact, runner, self.batches[part], self.notes, what)
+            self.progress.measured[name] = asdict(measured)
+            self.progress.save()
+        return Measured(**self.progress.measured[name])
 
     def rescaled(self, mix: Mix) -> list[str]:
         """The tensors that keep their form in `mix`, but whose scale differs from the one that would be chosen now."""
@@ -140,46 +147,23 @@ class PredictedCandidates:
             and not np.array_equal(scale.cpu(), self.scales.kv_cache[name].stored)
         ]
 
-    def _measured(self, name: str, runner: Callable[[], Runner], batches: "Batches", notes: Notes) -> Measured:
-        if name not in self.progress.measured:
-            exact = self.candidates.exact
-            what = "as it is" if name.endswith('"as it is"]') else "a mix"
-            self.progress.measured[name] = asdict(measure_mixes(exact, {what: runner()}, batches, notes)[what])
-            self.progress.save()
-        return Measured(**self.progress.measured[name])
-
-    def _checkpoint_runner(self) -> Runner:
-        reference = load_reference(self.run.model, "exact", torch.float32, device())
-
-        def run(ids: torch.Tensor) -> torch.Tensor:
-            with reference.answering(ids.shape[1] - prompt_of(ids.shape[1])):
-                logits: torch.Tensor = reference.model(
-                    input_ids=ids, past_key_values=reference.new_cache(), use_cache=True
-                ).logits
-            return logits
-
-        return run
-
 
 def predicted_candidates(
-    run: Run,
-    source: Source,
-    rounding: Sequence[torch.Tensor],
-    choosing: Sequence[torch.Tensor],
-    folder: Path,
-    notes: Notes,
+    run: Run, source: Source, batches: dict[str, Batches], folder: Path, notes: Notes
 ) -> PredictedCandidates:
-    """Choose scales and round weights in every way, by `gptq` on the windows `rounding`, and predict the loss of each
-    choice on the windows `choosing` (each int64 [windows, seq_len]). Results are stored in `folder`.
+    """Choose scales and round weights in every way, by `gptq` on the `batches` for rounding, and predict the loss of
+    each choice on those for choosing. Results are stored in `folder`.
     """
     scales = load_scales(run)
     options = run.options(QUANTIZE)
-    candidates, codes, roundings = _candidates(run, source, scales, options, folder, notes)
-    if "gptq" in roundings:
-        gather(candidates, rounding, folder / "moments", notes)
-    compensations = partial(compensations_of, run, load_statistics(run), options, folder / "moments", candidates.first)
-    round_weights(candidates, codes, options.weight_method, compensations, notes)
+    statistics = load_statistics(run)
+    candidates = _candidates(run, source, scales, statistics, folder, notes)
+    if "gptq" in candidates.roundings:
+        gather(candidates, [ids for ids, _ in batches["rounding"]], folder / "moments", notes)
+    compensations = partial(compensations_of, run, statistics, options, folder / "moments", candidates.first)
+    round_weights(candidates, options.weight_method, compensations, notes)
     progress = TuneProgress.of(folder / "found.json")
+    choosing = [ids for ids, _ in batches["choosing"]]
     _predict(candidates, choosing, progress, notes)
     tokens = sum(len(ids) * (ids.shape[1] - candidates.prompt(ids.shape[1])) for ids in choosing)
     parts = {
@@ -187,42 +171,42 @@ def predicted_candidates(
         for name, variants in summed(progress.predicted).items()
     }
     caches = CACHES if candidates.cache else CACHES[:1]
+    losses = Losses(parts, candidates.roundings, caches, candidates.forms)
+    shapes = {
+        name: tuple(module.get_parameter("weight").movedim(output_channel_axis(module), 0).shape)
+        for name, module in gemm_modules(candidates.model).items()
+    }
+    shape = shape_of(candidates.groups, shapes, options.tail_length, progress.values)
     run_mix = mix_of_run(scales, candidates.groups)
-    losses = Losses(parts, roundings, caches, candidates.forms)
-    shape = _shape(candidates, progress.values, options.tail_length)
-    return PredictedCandidates(run, scales, candidates, shape, losses, run_mix, progress)
+    return PredictedCandidates(run, scales, candidates, shape, losses, run_mix, progress, batches, notes)
 
 
 def _candidates(
-    run: Run, source: Source, scales: Scales, options: ScaleOptions, folder: Path, notes: Notes
-) -> tuple[Candidates, dict[Kind, Rounded], tuple[RoundingName, ...]]:
-    """The scales of all choices, the places of their codes, and the available ways of rounding."""
-    statistics = load_statistics(run)
-    read = [tuple(name for name in members if name in scales.weights) for members in statistics.record.groups.values()]
+    run: Run, source: Source, run_scales: Scales, statistics: Statistics, folder: Path, notes: Notes
+) -> Candidates:
+    """The scales of all choices, and the folder of their codes; without `gptq`, with a note, where `--apply` could not
+    round by it.
+    """
+    options = run.options(QUANTIZE)
     gemms = gemms_of(source, options)
     inputs: dict[GroupForm, Mapping[str, TensorScale]] = {}
     for form, asked in options_of(options, source.max_positions).items():
         choose = inherited_scales if asked.inherit else choose_scales
         inputs[form] = choose(source, statistics, gemms, asked).activations
-    roundings = ROUNDINGS if _can_compensate(run, notes) else ROUNDINGS[:1]
-    codes: dict[Kind, Rounded] = {}
-    for rounding in roundings:
-        for form in inputs:
-            like = TWO_TERMS if form == "tail" else form  # whose weights are the same
-            place = folder / (rounding if rounding == "nearest" else f"{rounding}-{like}")
-            place.mkdir(exist_ok=True)
-            codes[rounding, form] = Rounded(place)
-        codes[rounding, "weights_alone"] = codes[rounding, TWO_TERMS]
+    roundings = ROUNDINGS
+    if run.facts(MEASURE).runs is not None:
+        notes.note("weights are rounded to nearest: the run is merged, and second moments are of one run")
+        roundings = ROUNDINGS[:1]
     model = load_model(source, torch.float32, device()).requires_grad_(False)
-    groups = {members[0]: members for members in read if members}
     call = CallPositions()
     of_tail = {
         name: Tail(tail, call, experts_around(model, name))
         for name, scale in inputs.get("tail", {}).items()
         if (tail := scale.form.tail) is not None
     }
+    groups = groups_among(statistics.record.groups.values(), run_scales.weights)
     cache = _cache_scales(source, statistics, options, notes)
-    return Candidates(model, groups, inputs, codes, cache, of_tail, call), codes, roundings
+    return Candidates(model, groups, inputs, roundings, folder, cache, of_tail, call)
 
 
 def _cache_scales(
@@ -238,14 +222,6 @@ def _cache_scales(
     return {name: torch.from_numpy(scale.stored).to(device()) for name, scale in chosen.items()}
 
 
-def _can_compensate(run: Run, notes: Notes) -> bool:
-    """Tell whether `--apply` could round weights by `gptq`."""
-    merged = run.facts(MEASURE).runs is not None
-    if merged:
-        notes.note("weights are rounded to nearest: the run is merged, and second moments are of one run")
-    return not merged
-
-
 def _predict(candidates: Candidates, choosing: Sequence[torch.Tensor], progress: TuneProgress, notes: Notes) -> None:
     """Predict all choices on the batches that are not done."""
     remaining = range(len(progress.predicted), len(choosing))
@@ -256,23 +232,6 @@ def _predict(candidates: Candidates, choosing: Sequence[torch.Tensor], progress:
             progress.predicted.append(losses)
             progress.save()
             advance(1)
-
-
-def _shape(candidates: Candidates, values: Mapping[str, int], tail: int) -> Shape:
-    """Return the sizes from which costs are computed; `tail`: the length of a tail."""
-
-    def rows_and_columns(module: torch.nn.Module) -> tuple[int, int]:
-        weight = module.weight
-        assert isinstance(weight, torch.Tensor), "a GEMM has a weight"
-        rows, columns = weight.movedim(output_channel_axis(module), 0).shape
-        return rows, columns
-
-    shapes = {name: rows_and_columns(module) for name, module in gemm_modules(candidates.model).items()}
-    groups = tuple(
-        Group(name, {member: shapes[member] for member in members}, tail) for name, members in candidates.groups.items()
-    )
-    taken = {member for group in groups for member in group.weights}
-    return Shape(groups, sum(prod(shape) for name, shape in shapes.items() if name not in taken), values)
 
 
 def mix_of_run(scales: Scales, groups: Mapping[str, Sequence[str]]) -> Mix:
@@ -306,9 +265,7 @@ def parted(count: int, windows: int) -> tuple[list[int], list[int], list[int]]:
     return [index for index in range(count) if index not in {*spread}], choosing, held_out
 
 
-def batches_of(
-    windows: npt.NDArray[np.int64], scored: npt.NDArray[np.bool_] | None = None
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches_of(windows: npt.NDArray[np.int64], scored: npt.NDArray[np.bool_] | None = None) -> Batches:
     """Split windows int64 [windows, seq_len], and the mask of their `scored` tokens (None: those that are not read as a
     prompt), into batches.
     """
@@ -323,7 +280,7 @@ def batches_of(
 
 #: The share of the budget that a mix may use by prediction: texts differ.
 AIM = 0.9
-#: A mix that uses this share of the aim is not improved further.
+#: A mix that uses this share of the aim is not made cheaper.
 CLOSE = 0.95
 #: The most mixes that are measured in the search.
 ROUNDS = 5
@@ -367,7 +324,8 @@ def find_mix(run: Run, options: TuneOptions, notes: Notes) -> Tuning:
         source = source_of(run)
         weigh_first_tokens(run, source, run.options(QUANTIZE), notes)  # for GPTQ; a stage, so before this one begins
         depends = {"inputs": inputs, "windows": options.windows, **arithmetic()}  # not on the budget
-        with TUNE.writing(run, key, notes) as log, WorkFolder(run, TUNE.name).opened(depends, notes.note) as folder:
+        work = WorkFolder(run.root, TUNE.name)
+        with TUNE.writing(run, key, notes) as log, work.opened(depends, notes.note) as folder:
             write_document(run.tuning, _tune(run, source, options, folder, notes))
             log.outputs.append(run.tuning)
     return load_tuning(run)
@@ -412,7 +370,7 @@ def apply_mix(run: Run, tuning: Tuning, notes: Notes) -> None:
     if tuning.chosen is None or not tuning.met:
         return
     source = source_of(run)
-    options = asked_for(run, tuning.chosen)
+    options = tuning.chosen.recipe.over(run.options(QUANTIZE))
     graph = export_options(run)
     if tuning.chosen.recipe.weight_rounding == "gptq":
         measure(run, source, run.options(MEASURE), notes, moments=True)
@@ -424,177 +382,117 @@ def apply_mix(run: Run, tuning: Tuning, notes: Notes) -> None:
     notes.note(f"{run.root}: made anew by the mix for this budget; `fp8q validate {run.root}` measures its runtimes")
 
 
-def asked_for(run: Run, chosen: Chosen) -> ScaleOptions:
-    """The options that `fp8q scales` would be given: the recipe over the run's own."""
-    return chosen.recipe.over(run.options(QUANTIZE))
-
-
-@dataclass
-class Search:
-    """The state of the search: the measured mixes, and the correction of predictions that follows from them."""
-
-    prepared: PredictedCandidates
-    problem: Problem
-    batches: list[tuple[torch.Tensor, torch.Tensor]]
-    notes: Notes
-
-    def measured(self, mix: Mix) -> Measured:
-        """Measure the loss of `mix` on the windows for choosing; each mix is measured once."""
-        return self.prepared.measured("choosing", mix, self.batches, self.notes)
-
-    def correction(self, *mixes: Mix) -> Correction:
-        """Correct predictions by measuring `mixes`."""
-        return Correction((self.problem.losses.total(mix), self.measured(mix).kl_nats) for mix in mixes)
-
-    def chosen(self, aim: float, anchors: list[Mix]) -> Mix:
-        """The cheapest mix whose measured loss is at most `aim` nats, or the best where none meets it. `anchors` are
-        measured mixes, and those measured here are appended.
-        """
-        best = self.problem.best()
-        tried: list[Mix] = []
-        for _ in range(ROUNDS):
-            mix = self.problem.cheapest(self.correction(*anchors).to_predicted(aim)) or best
-            if any(same(mix, other) for other in tried):
-                break
-            tried.append(mix)
-            if not any(same(mix, other) for other in anchors):
-                anchors.append(mix)
-            if CLOSE * aim <= self.measured(mix).kl_nats <= aim:
-                break
-        within = [mix for mix in tried if self.measured(mix).kl_nats <= aim]
-        if within:
-            return min(within, key=lambda mix: self.problem.price.of_cost(self.problem.shape.cost(mix)))
-        return min([*tried, best], key=lambda mix: self.measured(mix).kl_nats)
-
-
 def _tune(run: Run, source: Source, options: TuneOptions, folder: Path, notes: Notes) -> Tuning:
     every = load_tokens(run, run.calibration)
-    parts = parted(len(every), options.windows)
-    rounding, choosing, held_out = (batches_of(every[part]) for part in parts)
-    prepared = predicted_candidates(
-        run, source, [ids for ids, _ in rounding], [ids for ids, _ in choosing], folder, notes
-    )
-    shape = prepared.shape
-    run_mix = prepared.run_mix
+    parts = dict(zip(PARTS, parted(len(every), options.windows), strict=True))
+    windows = Windows(**{name: len(numbers) for name, numbers in parts.items()})
+    batches = {name: batches_of(every[numbers]) for name, numbers in parts.items()}
+    prepared = predicted_candidates(run, source, batches, folder, notes)
     losses = prepared.losses
-    experts = load_statistics(run).record.experts or {}
-    shape = replace(shape, groups=limited_to(shape.groups, options.server, experts))
-    problem = Problem(losses, shape, Price(shape.plain, options.prefer, every.shape[1]), run_mix)
-    if problem.unknown:
-        others = f" and {len(problem.unknown) - 1} more" if len(problem.unknown) > 1 else ""
+    groups = limited_to(prepared.shape.groups, options.server, load_record(run).experts or {})
+    shape = replace(prepared.shape, groups=groups)
+    problem = Problem(losses, shape, Price(shape.plain, options.prefer, every.shape[1]), prepared.run_mix)
+    _note_unknown(problem.unknown, windows, notes)
+    prompt = prompt_of(every.shape[1])
+    text = None
+    if options.max_kl is not None or options.max_ppl_increase is not None:
+        text = evaluation(run, None, ValidateOptions(as_served=prompt), SILENT)
+        batches["evaluation"] = batches_of(text.ids, text.scored)
+    _note_passes(windows, text, notes)
+    as_it_is = prepared.measured("choosing", None)
+    search = Search(problem, lambda mix: prepared.measured("choosing", mix).kl_nats, CLOSE, ROUNDS)
+    worst = Mix(dict.fromkeys((group.name for group in groups), COARSEST), losses.roundings[0], losses.caches[-1])
+    search.anchor(worst, problem.finest())
+    factor = believed(*ratio(prepared.measured("choosing", worst)))
+    judged: dict[str, object] = {"changes": []}
+    if text is not None:
+        judged = _judged(prepared, search, options, factor, len(text.ids))
+    return Tuning.model_validate({
+        "max_kl": options.max_kl,
+        "max_ppl_increase": options.max_ppl_increase,
+        "prefer": options.prefer,
+        "server": options.server,
+        "run": Point.of(shape, prepared.run_mix, as_it_is.kl_nats, True),
+        "frontier": _frontier(search),
+        "prompt": prompt,
+        "windows": windows,
+        "rise_over_kl": factor,
+        **judged,
+    })  # fmt: skip
+
+
+def _note_unknown(unknown: Sequence[str], windows: Windows, notes: Notes) -> None:
+    """Note the groups and cache tensors whose loss is `unknown`, if any."""
+    if unknown:
+        others = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         notes.note(
-            f"no token of the {len(parts[1])} windows for choosing came by {problem.unknown[0]}{others}: what is not "
+            f"no token of the {windows.choosing} windows for choosing came by {unknown[0]}{others}: what is not "
             "measured stays as it is; give more --windows, or calibrate on more text"
         )
-    search = Search(prepared, problem, choosing, notes)
-    _note_passes(run, len(parts[1]), len(parts[2]), options, notes)
-    names = [group.name for group in shape.groups]
-    worst = Mix(dict.fromkeys(names, COARSEST), losses.roundings[0], losses.caches[-1])
-    as_it_is = prepared.as_it_is("choosing", choosing, notes)
-    anchors = [worst, problem.finest()]
-    factor = believed(*ratio(search.measured(worst)))
-    chosen = None
-    if (aim := _aim(options, factor)) is not None:
-        chosen = search.chosen(aim, anchors)
-    correction = search.correction(*anchors)
-    frontier: list[Step] = []
-    before = run_mix
-    for mix in problem.frontier():
-        expected = correction.to_measured(losses.total(mix))
-        frontier.append(
-            Step(**point(shape, mix, expected, False).model_dump(), changes=changed(shape.groups, before, mix))
-        )
-        before = mix
-    tuning = Tuning(
-        max_kl=options.max_kl,
-        max_ppl_increase=options.max_ppl_increase,
-        prefer=options.prefer,
-        server=options.server,
-        changes=[],
-        run=point(shape, run_mix, as_it_is.kl_nats, True),
-        frontier=frontier,
-        prompt=prompt_of(every.shape[1]),
-        windows=Windows(rounding=len(parts[0]), choosing=len(parts[1]), held_out=len(parts[2])),
-        rise_over_kl=factor,
-    )
-    if chosen is None:
-        return tuning
-    return _judged(run, search, tuning, chosen, held_out)
 
 
-def _note_passes(run: Run, choosing: int, held_out: int, options: TuneOptions, notes: Notes) -> None:
+def _note_passes(windows: Windows, text: Evaluation | None, notes: Notes) -> None:
     """Note the passes over windows that measuring takes: of the run, the anchors and the mixes that are tried, then of
-    the chosen one on other text. Each is of the float model and of a mix.
+    the chosen one on other text, where there is a budget. Each is of the float model and of a mix.
     """
-    budget = options.max_kl is not None or options.max_ppl_increase is not None
-    mixes = 3 + (ROUNDS + 1 if budget else 0)
+    mixes = 3
     rest = ""
-    if budget:
-        prompt = prompt_of(load_tokens(run, run.calibration).shape[1])
-        text = evaluation(run, None, ValidateOptions(as_served=prompt), SILENT)
+    if text is not None:
+        mixes += ROUNDS + 1
         rest = (
-            f", then of the chosen one on {held_out} held out and on {len(text.ids)} of the evaluation text "
+            f", then of the chosen one on {windows.held_out} held out and on {len(text.ids)} of the evaluation text "
             f"({text.protocol.tokens:,} tokens)"
         )
-    notes.note(f"tune: {mixes} mixes at most are measured on {choosing} windows, in two passes each{rest}")
+    notes.note(f"tune: {mixes} mixes at most are measured on {windows.choosing} windows, in two passes each{rest}")
 
 
-def _aim(options: TuneOptions, factor: float) -> float | None:
-    """The KL in nats to aim at; None without a budget. `factor`: the rise of NLL for each nat of KL."""
-    if options.max_kl is not None:
-        return AIM * options.max_kl
-    if options.max_ppl_increase is None:
-        return None
-    return AIM * log1p(options.max_ppl_increase) / factor
+def _frontier(search: Search) -> list[Step]:
+    """Describe the frontier, with the losses that are expected by what was measured."""
+    problem = search.problem
+    groups = problem.shape.groups
+    correction = search.correction()
+    frontier: list[Step] = []
+    before = problem.run_mix
+    for mix in problem.frontier():
+        expected = correction.to_measured(problem.losses.total(mix))
+        frontier.append(Step.of(problem.shape, mix, expected, False, changes=changed(groups, before, mix)))
+        before = mix
+    return frontier
 
 
 def _judged(
-    run: Run, search: Search, tuning: Tuning, mix: Mix, held_out: list[tuple[torch.Tensor, torch.Tensor]]
-) -> Tuning:
-    """Measure the chosen `mix` on the held-out windows and on the evaluation text, and add the results to `tuning`."""
-    prepared = search.prepared
-    notes = search.notes
-    shape = search.problem.shape
-    text = evaluation(run, None, ValidateOptions(as_served=tuning.prompt), SILENT)
-    predicted = search.measured(mix)
-    elsewhere = prepared.measured("held out", mix, held_out, notes)
-    there = prepared.measured("evaluation", mix, batches_of(text.ids, text.scored), notes)
-    rise = tuning.rise_over_kl * predicted.kl_nats
-    within = predicted.rise_within(rise, len(text.ids))
-    their_within = there.rise_within(there.rise_nats)
-
-    def interval(middle: float, half: float) -> Interval:
-        known = isfinite(half)  # infinite for a single window
-        return Interval(
-            increase=expm1(middle),
-            low=expm1(middle - half) if known else None,
-            high=expm1(middle + half) if known else None,
-        )
-
-    chosen = Chosen(
-        **point(shape, mix, predicted.kl_nats, True).model_dump(),
+    prepared: PredictedCandidates, search: Search, options: TuneOptions, factor: float, texts: int
+) -> dict[str, object]:
+    """Choose a mix for the budget of `options`, measure it on windows held out and on the `texts` windows of the
+    evaluation text, and return the fields of `Tuning` that say so. `factor`: the rise of NLL for each nat of KL.
+    """
+    problem = search.problem
+    shape = problem.shape
+    of_kl = options.max_kl is not None
+    limit = options.max_kl if options.max_kl is not None else options.max_ppl_increase
+    assert limit is not None, "there is a budget where something is chosen"
+    aim = AIM * (limit if of_kl else log1p(limit) / factor)
+    mix, kl_nats = search.within(aim)
+    if kl_nats > aim and search.measure(problem.best()) < kl_nats:
+        mix = problem.best()
+    predicted, elsewhere, there = (prepared.measured(part, mix) for part in ("choosing", "held_out", "evaluation"))
+    rise = factor * predicted.kl_nats
+    chosen = Chosen.of(
+        shape, mix, predicted.kl_nats, True,
         recipe=Recipe.from_mix(shape.groups, mix),
-        predicted_increase=interval(rise, within),
+        predicted_increase=Interval.around(rise, predicted.rise_within(rise, texts)),
         held_out_kl_nats=elsewhere.kl_nats,
         measured_kl_nats=there.kl_nats,
-        measured_increase=interval(there.rise_nats, their_within),
-    )
-    limit = tuning.max_kl if tuning.max_kl is not None else tuning.max_ppl_increase
-    assert limit is not None, "there is a budget where something is chosen"
-    of_kl = tuning.max_kl is not None
+        measured_increase=Interval.around(there.rise_nats, there.rise_within(there.rise_nats)),
+    )  # fmt: skip
     met_here = (chosen.kl_nats if of_kl else chosen.predicted_increase.increase) <= limit
     met_there = (chosen.measured_kl_nats if of_kl else chosen.measured_increase.increase) <= limit
     rescaled = [Change(module=name, choice="rescaled") for name in prepared.rescaled(mix)]
-    return tuning.model_copy(
-        update={
-            "met": met_here and met_there,
-            "met_on_calibration": met_here,
-            "changes": changed(shape.groups, prepared.run_mix, mix) + rescaled,
-            "predicted_kl_nats": chosen.kl_nats,
-            "measured_kl_nats": chosen.measured_kl_nats,
-            "weight_bytes": chosen.weight_bytes,
-            "cache_bytes": chosen.cache_bytes,
-            "prefill_flops_ratio": chosen.prefill_flops_ratio,
-            "chosen": chosen,
-        }
-    )
+    return {
+        "met": met_here and met_there,
+        "met_on_calibration": met_here,
+        "changes": changed(shape.groups, prepared.run_mix, mix) + rescaled,
+        "predicted_kl_nats": chosen.kl_nats,
+        **chosen.model_dump(include={"measured_kl_nats", "weight_bytes", "cache_bytes", "prefill_flops_ratio"}),
+        "chosen": chosen,
+    }

@@ -13,22 +13,26 @@ other, and ends with a file of its statistics; a killed run goes on after the la
 """
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import DynamicCache
 
 from ...core.columns import size as size_text
 from ...core.errors import InputError
 from ...core.reporter import Reporter
-from ..model.copies import copies_of
+from ..model.copies import Copies, copies_of
 from ..model.decoder import LayerCall, run_after
 from ..model.expert_modules import routed_gemms
 from ..model.source import Source
-from .chain import Chain
-from .hidden_states import HiddenStates
+from .chain import Chain, LayerChain, Observing
+from .hidden_states import Batches, HiddenStates
 from .measurement import Measurement, weight_amax
 from .observe import Watch
 from .statistics import Statistics, TensorStatistics, load_arrays, save_arrays
@@ -61,6 +65,52 @@ def _added(steps: Iterable[Path]) -> tuple[dict[str, TensorStatistics], dict[str
     return tensors, weights
 
 
+@dataclass
+class LayerPass:
+    """A model's batches on their way through its layers, one layer after the other: the hidden states that enter the
+    next layer and those that leave it, in turn, and the arguments of all layers by the shape of a batch.
+    """
+
+    chain: LayerChain
+    batches: Batches
+    states: tuple[HiddenStates, HiddenStates]
+    copies: Copies
+    calls: dict[tuple[int, ...], list[LayerCall]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, chain: LayerChain, batches: Batches, files: Sequence[Path]) -> Self:
+        """Begin a pass with hidden states in two `files`, those of a killed call if they are there."""
+        first, second = (HiddenStates(file, batches, chain.layer_output) for file in files)
+        return cls(chain, batches, (first, second), copies_of(chain.device))
+
+    def enter(self, done: bool, observing: Observing) -> None:
+        """Write the hidden states that enter the first layer, unless that is `done`; find the arguments of layers."""
+        self.calls = self.chain.enter(self.batches, None if done else self.states[0].write, observing)
+        self.states[0].flush()
+
+    def run(self, index: int, model: torch.nn.Module, observing: Observing) -> None:
+        """Run all batches through layer `index` of `model`, each within the block that `observing` gives for it."""
+        layer = model.get_submodule(f"{self.chain.layers.prefix}.{index}")
+        with self.states[(index + 1) % 2].writing(self.copies) as write:
+            for batch, hidden in self.states[index % 2].on_device(self.copies):
+                with observing(batch) as cache:
+                    write(batch, self.calls[self.batches[batch].shape][index].run(layer, hidden, cache))
+
+    def leaving(self, batch: int) -> torch.Tensor:
+        """The hidden states of a batch that left the last layer."""
+        return self.states[self.chain.layers.count % 2].read(batch, self.chain.device)
+
+
+def layers_to_run(file: Callable[[int], Path], count: int, report: Reporter) -> range:
+    """The steps of `count` layers, from 1, whose `file` of results is not there, with a note where an earlier call
+    began; from 0, the step before the layers, where nothing is done.
+    """
+    done = next((step for step in range(count + 1) if not file(step).is_file()), count + 1)
+    if done > 1:
+        going_on(report, min(done, count), count)
+    return range(done, count + 1)
+
+
 class Stream(Chain):
     """The steps of one measurement.
 
@@ -75,26 +125,21 @@ class Stream(Chain):
         super().__init__(source, device)
         self.what = what
         self.folder = folder
-        self.copies = copies_of(device)
         size = what.tokens * self.layer_output.width * self.layer_output.dtype.itemsize
         files = [folder / f"hidden-{parity}" for parity in range(2)]
         check_space(folder, files, size, "--stream")
-        self.hidden = [HiddenStates(file, what.parts, self.layer_output) for file in files]
+        self.hidden = LayerPass.of(self, what.parts, files)
 
     def run(self, report: Reporter) -> None:
         """Run all steps that are not finished."""
-        done = next(
-            step for step in range(self.layers.count + 2) if not self._file(step).is_file() or step > self.layers.count
-        )
-        if done > 1:
-            going_on(report, min(done, self.layers.count), self.layers.count)
-        calls = self._before(done > 0)
-        remaining = range(max(done, 1), self.layers.count + 1)
+        steps = layers_to_run(self._file, self.layers.count, report)
+        self._before(0 not in steps)
+        remaining = [step for step in steps if step]
         with report.track(
             f"Calibrating {len(remaining)} layers, one by one", len(remaining) * self.what.tokens, "tokens"
         ) as advance:
             for step in remaining:
-                self._layer(step, calls, advance)
+                self._layer(step, advance)
         if self._watched(None):
             self._after()
 
@@ -120,49 +165,38 @@ class Stream(Chain):
     def _tokens(self, batch: int) -> torch.Tensor:
         return torch.from_numpy(self.what.parts[batch]).to(self.device)
 
-    def _before(self, done: bool) -> dict[tuple[int, ...], list[LayerCall]]:
-        """Step 0: write the hidden states that enter the first layer; return the arguments of all layers by shape.
-
-        `done`: the hidden states are complete, and one batch of each shape is run. Raises InputError when the arguments
-        depend on the text.
+    def _before(self, done: bool) -> None:
+        """Step 0: write the hidden states that enter the first layer, unless they are complete (`done`), and find the
+        arguments of all layers. Raises InputError when these depend on the text.
         """
         watch = self._watch(None, again=done)
-        calls = self.enter(self.what.parts, None if done else self.hidden[0].write, watch.observing)
+        self.hidden.enter(done, watch.observing)
         if not done:
-            self.hidden[0].flush()
             outside = [name for name in self.gemms if self.layers.index(name) is None]
             with self.weights.filled(outside, resident=False):
                 self._save(0, watch, self._weight_amax(None))
-        return calls
 
-    def _layer(
-        self, step: int, calls: Mapping[tuple[int, ...], list[LayerCall]], advance: Callable[[int], None]
-    ) -> None:
+    def _layer(self, step: int, advance: Callable[[int], None]) -> None:
         """Step n: run all batches through decoder layer n - 1."""
         index = step - 1
-        before = self.hidden[index % 2]
-        after = self.hidden[step % 2]
-        layer = self.layers.modules(self.model)[index]
         watch = self._watch(index)
-        with (
-            self.weights.filled(self.inside(index)),
-            torch.inference_mode(),
-            after.writing(self.copies) as write,
-        ):
+
+        @contextmanager
+        def observing(batch: int) -> Iterator[DynamicCache]:
+            with watch.observing(batch) as cache:
+                yield cache
+            advance(self.what.parts[batch].size)
+
+        with self.weights.filled(self.inside(index)), torch.inference_mode():
             if step < self.layers.count:
                 self.weights.prefetch(self.inside(step))
-            for batch, hidden in before.on_device(self.copies):
-                ids = self.what.parts[batch]
-                with watch.observing(batch) as cache:
-                    write(batch, calls[ids.shape][index].run(layer, hidden, cache))
-                advance(ids.size)
+            self.hidden.run(index, self.model, observing)
             amax = self._weight_amax(index)
-        after.flush()
+        self.hidden.states[step % 2].flush()
         self._save(step, watch, amax)
 
     def _after(self) -> None:
         """The last step, for models with GEMMs after their layers."""
-        leaving = self.hidden[self.layers.count % 2]
         watch = self._watch(None)
         with self.weights.filled(self.outside, resident=False):
             for batch in self.what.parts:
@@ -171,7 +205,7 @@ class Stream(Chain):
                     self.layers,
                     self.layer_output,
                     self._tokens(batch),
-                    leaving.read(batch, self.device),
+                    self.hidden.leaving(batch),
                     watch.observing(batch),
                 )
         self._save(self.layers.count + 1, watch, {})

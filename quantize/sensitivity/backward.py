@@ -47,7 +47,7 @@ class Steps(Protocol):
     def steps(self) -> int:
         """The number of finished steps."""
 
-    def save(self, step: int) -> None:
+    def finish(self, step: int) -> None:
         """Save all results, after so many steps."""
 
 
@@ -109,13 +109,13 @@ class Backward(Chain):
         if done:
             going_on(report, self._layer(done), self.layers.count)
         else:
-            self.results.save(1)
+            self.results.finish(1)
         remaining = range(max(done, 1), len(steps) + 1)
         with report.track(f"{what} {self.layers.count} layers, one by one", len(remaining), "steps") as advance:
             for step in remaining:
                 begun = time.perf_counter()
                 steps[step - 1]()
-                self.results.save(step + 1)
+                self.results.finish(step + 1)
                 if step == 1:
                     self.note_time((time.perf_counter() - begun) * self.layers.count, report)
                 advance(1)

@@ -163,7 +163,7 @@ class FinishedStepsFile:
         """Add the sums of further GEMMs."""
         self.done = self.done.model_copy(update={"squares": {**self.done.squares, **squares}})
 
-    def save(self, step: int) -> None:
+    def finish(self, step: int) -> None:
         """Save all results, after so many steps."""
         self.done = self.done.model_copy(update={"steps": step})
         write_document(self.path, self.done)

@@ -4,7 +4,6 @@ The sums equal those of `gradients.predict_sites` over the same tokens and label
 beside its weights.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import torch
 
 from ...calibrate.measure.hidden_states import Batches
 from ...calibrate.model.source import Source
-from ...core.files import reading, replacing
+from ...core.output_folder import Saved
 from ...core.reporter import Reporter
 from ..scales.decisions import Scales
 from .backward import Backward, Collect, refused_with
@@ -30,33 +29,19 @@ PASSES = 5.75
 
 
 @dataclass
-class LayerwiseResults:
+class LayerwiseResults(Saved):
     """The results of the finished steps, in a file: the prediction of each step back, and the share of the loss that
     `gptq` would leave of weights (`gptq_prediction.shares_left`).
     """
 
-    path: Path
     steps: int = 0
     predicted: list[Predicted] = field(default_factory=list)
     left: dict[str, float] = field(default_factory=dict)
 
-    @classmethod
-    def load(cls, path: Path) -> "LayerwiseResults":
-        """Load the results in the file at `path`; empty where there is no file.
-
-        Raises InputError for a file that is damaged.
-        """
-        if not path.is_file():
-            return cls(path)
-        with reading(path, "what a killed call left", "remove it"):
-            return cls(path, **json.loads(path.read_text(encoding="utf-8")))
-
-    def save(self, step: int) -> None:
+    def finish(self, step: int) -> None:
         """Save all results, after so many steps."""
         self.steps = step
-        results = {"steps": self.steps, "predicted": self.predicted, "left": self.left}
-        with replacing(self.path) as partial:
-            partial.write_text(json.dumps(results), encoding="utf-8")
+        self.save()
 
 
 @dataclass(frozen=True)
@@ -95,7 +80,7 @@ class Layerwise(Backward):
             index: [site for site in task.sites if self.layers.index(site.module) == index]
             for index in (None, *range(self.layers.count))
         }
-        self.results: LayerwiseResults = LayerwiseResults.load(folder / "found.json")
+        self.results: LayerwiseResults = LayerwiseResults.of(folder / "found.json")
 
     def refused(self) -> AbstractContextManager[None]:
         """Name the option that needs no chain of layers."""

@@ -26,11 +26,12 @@ from ... import __version__
 from ...calibrate.ranks.torchrun import process_rank
 from ...core.commands import stage_command
 from ...core.errors import BackendError, InputError
-from ...core.files import Strict, keeping_locks, plain_text, sha256_file, write_document
+from ...core.files import Strict, keeping_locks, plain_text, write_document
+from ...core.output_folder import OutputFolder, WorkFolder
 from ...core.record import StageLog, library_versions
 from ...core.reporter import Reporter
 from ...core.run import Run
-from ...core.run_writer import RunWriter, WorkFolder
+from ...core.run_writer import RunWriter, digests
 from ...options.declare import Options
 
 #: The import names of the packages of the extras `calibrate` and `serve`.
@@ -136,7 +137,7 @@ def alone(run: Run) -> Iterator[None]:
 def _take(run: Run, held: ExitStack) -> None:
     """Lock `run` and sweep it; a directory that may not be written to is left for a stage to refuse."""
     try:
-        held.enter_context(RunWriter(run).lock())
+        held.enter_context(OutputFolder(run.root).lock())
     except InputError as error:
         if isinstance(error.__cause__, PermissionError) or getattr(error.__cause__, "errno", None) == errno.EROFS:
             return
@@ -268,26 +269,25 @@ class Stage(Generic[Choices, Facts]):
         machine stay.
         """
         _check_declared(self.name, "input", key.inputs, self.inputs)
-        with RunWriter(run).lock():
+        with OutputFolder(run.root).lock():
             record = run.record()
             before = record.stages[self.name]
-            hashes = {str(path.relative_to(run.root)): sha256_file(path) for path in outputs}
             done = before.model_copy(
                 update={
                     "inputs": dict(key.inputs),
                     "options": self.dump(key.options, key.facts),
-                    "outputs": {**before.outputs, **hashes},
+                    "outputs": {**before.outputs, **digests(run.root, outputs)},
                     "notes": [*before.notes, *notes.lines],
                 }
             )
             notes.lines = []
-            write_document(run.record_file, record.model_copy(update={"stages": {**record.stages, self.name: done}}))
+            write_document(run.record_file, record.with_stage(self.name, done))
 
     def working(self, run: Run, key: Key[Choices, Facts], notes: Notes) -> AbstractContextManager[Path]:
         """Open the work folder of this stage for this `key` and arithmetic, with which a killed call goes on
         (`WorkFolder`).
         """
-        return WorkFolder(run, self.name).opened(self.work_key(key), notes.note)
+        return WorkFolder(run.root, self.name).opened(self.work_key(key), notes.note)
 
     def work_key(self, key: Key[Choices, Facts]) -> dict[str, object]:
         """Everything that the contents of the work folder depend on."""

@@ -21,9 +21,9 @@ from ...calibrate.text.evaluation import Evaluation, Protocol
 from ...core.columns import increase, nats
 from ...core.errors import BackendError, InputError
 from ...core.files import remove, replacing, write_document
+from ...core.output_folder import WorkFolder
 from ...core.record import library_versions
 from ...core.run import Run
-from ...core.run_writer import WorkFolder
 from ...options import RUNTIMES, ValidateOptions
 from ...quantize.checkpoint.card_additions import state_validated
 from ...validate.accuracy.as_served import by_distance
@@ -230,7 +230,7 @@ def elsewhere(command: str) -> str:
 @contextmanager
 def working(run: Run, key: Mapping[str, object]) -> Iterator[Path]:
     """A folder with which a killed call goes on; it is removed at the end, and after an error."""
-    with WorkFolder(run, WORK).opened({**key, "fp8q": __version__, "libraries": library_versions()}) as folder:
+    with WorkFolder(run.root, WORK).opened({**key, "fp8q": __version__, "libraries": library_versions()}) as folder:
         try:
             yield folder
         except Exception:  # not a signal

@@ -15,8 +15,9 @@ from safetensors.numpy import save_file
 
 from fp8q.core.errors import InputError
 from fp8q.core.files import REFUSALS, keeping_locks, replacing, sha256_file
+from fp8q.core.output_folder import OutputFolder, WorkFolder
 from fp8q.core.run import Run
-from fp8q.core.run_writer import RunWriter, WorkFolder
+from fp8q.core.run_writer import RunWriter
 from fp8q.stages.pipeline.stage import alone
 
 
@@ -41,7 +42,7 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_left_alone(tmp_pa
     run = Run(tmp_path / "run")
     run.root.mkdir()
     (run.root / ".lock").symlink_to(tmp_path / leads)
-    with pytest.raises(InputError) as refused, RunWriter(run).lock():
+    with pytest.raises(InputError) as refused, OutputFolder(run.root).lock():
         pass
     assert str(refused.value) == f"{run.root}/.lock: is a link, and a lock is a file of its own; remove it"
     assert (tmp_path / "theirs").read_text() == "kept"
@@ -161,8 +162,8 @@ def test_two_processes_do_not_work_in_one_run(run: Run) -> None:
 def test_a_process_that_works_here_keeps_others_out_between_its_stages_too(run: Run) -> None:
     """A second process, since a thread's locks are its own."""
     code = (
-        "import sys; from pathlib import Path; from fp8q.core.run_writer import Run, RunWriter\n"
-        "with RunWriter(Run(Path(sys.argv[1]))).lock(): pass"
+        "import sys; from pathlib import Path; from fp8q.core.output_folder import OutputFolder\n"
+        "with OutputFolder(Path(sys.argv[1])).lock(): pass"
     )
 
     def other() -> str:
@@ -188,7 +189,7 @@ def test_a_run_that_may_not_be_written_to_is_read_all_the_same(run: Run, monkeyp
     def refused(file: Path) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(file))
 
-    monkeypatch.setattr("fp8q.core.run_writer.locked", refused)
+    monkeypatch.setattr("fp8q.core.output_folder.locked", refused)
     with alone(run):
         assert run.is_current("quantize", {"a": "1"}, {"method": "amax"})
 
@@ -208,7 +209,7 @@ def test_what_a_kill_between_the_record_and_its_removal_left_goes_with_the_next_
 
 
 def test_a_process_at_work_loses_nothing_to_one_that_sweeps(run: Run) -> None:
-    with RunWriter(run).stage("measure", {}, {}), WorkFolder(run, "measure").opened({}) as folder:
+    with RunWriter(run).stage("measure", {}, {}), WorkFolder(run.root, "measure").opened({}) as folder:
         half = run.root / ".statistics.safetensors.partial"
         half.write_text("half")
         with pytest.raises(InputError, match="another fp8q process is working here"), alone(run):
@@ -231,7 +232,7 @@ def test_a_work_folder_of_another_key_is_emptied(run: Run, left: str, told: list
     lines = list[str]()
     with RunWriter(run).stage("measure", {}, {}):
         for key in (left, None):
-            with WorkFolder(run, "measure").opened({"threads": 1, "device": "cpu"}, note=lines.append) as folder:
+            with WorkFolder(run.root, "measure").opened({"threads": 1, "device": "cpu"}, note=lines.append) as folder:
                 (folder / "hidden-0").touch()
             if key is not None:
                 (folder / "key.json").write_text(key)
@@ -245,7 +246,7 @@ def test_a_full_disk_leaves_no_work_folder(run: Run, where: str) -> None:
     """safetensors has an error class of its own."""
     full = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
     with pytest.raises(InputError, match=r": no space left on the disk"), RunWriter(run).stage("measure", {}, {}):
-        with WorkFolder(run, "measure").opened({}) as folder:
+        with WorkFolder(run.root, "measure").opened({}) as folder:
             (folder / "hidden-0").write_text("states")
             if where == "in the work folder":
                 raise full

@@ -100,7 +100,7 @@ def test_documents_with_it_read(tmp_path: Path) -> None:
     assert read_document(written(tmp_path / "forms.json", FORMS | {"rows": rows}), FormChoice).chosen.chosen
 
 
-@pytest.mark.parametrize("read", [TuneProgress.of, LayerwiseResults.load])
+@pytest.mark.parametrize("read", [TuneProgress.of, LayerwiseResults.of])
 def test_progress_that_is_damaged(tmp_path: Path, read: Any) -> None:
     path = written(tmp_path / "progress.json", [])
     with pytest.raises(InputError, match="does not read as what a killed call left") as refused:

@@ -8,9 +8,9 @@ import pytest
 from fp8q.core.errors import GateError
 from fp8q.options import CalibrateOptions, RunOptions
 from fp8q.stages import forms
-from fp8q.stages.forms import FormCandidates, _roundings, _without_bf16
+from fp8q.stages.forms import FormCandidates, _roundings
 from fp8q.validate.accuracy.document import Verdict
-from fp8q.validate.tuning.choices import Group, Mix, Shape
+from fp8q.validate.tuning.choices import Group, Mix, Shape, leaving_out
 
 GROUPS = (Group("q", {"q": (4, 4)}), Group("o", {"o": (4, 4)}))
 FIRST = Mix({"q": "one_term", "o": "one_term"}, "nearest", "off")
@@ -19,7 +19,7 @@ FIRST = Mix({"q": "one_term", "o": "one_term"}, "nearest", "off")
 def candidates(asked: CalibrateOptions) -> FormCandidates:
     task: Any = SimpleNamespace(options=SimpleNamespace(calibrate=asked))
     nothing: Any = None
-    return FormCandidates(task, nothing, nothing, Shape(GROUPS, 0, {}), nothing, FIRST)
+    return FormCandidates(task, nothing, nothing, Shape(GROUPS, 0, {}), FIRST)
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,7 @@ def test_only_the_rounding_that_was_asked_for_is_tried() -> None:
 
 def test_no_further_weights_stay_in_bf16_where_their_share_was_asked_for() -> None:
     assert all("bf16" in group.forms for group in GROUPS)
-    assert all(
-        group.forms == tuple(form for form in GROUPS[0].forms if form != "bf16") for group in _without_bf16(GROUPS)
-    )
+    assert leaving_out(GROUPS[0], "bf16").forms == tuple(form for form in GROUPS[0].forms if form != "bf16")
 
 
 def test_a_form_that_broke_after_a_killed_search_begins_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ logits are then computed from the hidden states that left the last layer, a batc
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,11 @@ import torch
 from pydantic import Field
 
 from ...calibrate.input.untrusted import foreign
-from ...calibrate.measure.chain import LayerChain
-from ...calibrate.measure.hidden_states import Batches, HiddenStates
-from ...calibrate.measure.stream import check_room, going_on
+from ...calibrate.measure.chain import LayerChain, Observing
+from ...calibrate.measure.hidden_states import Batches
+from ...calibrate.measure.stream import LayerPass, check_room, layers_to_run
 from ...calibrate.model.bf16_gemms import gemms_in_fp32
-from ...calibrate.model.copies import Copies, copies_of
-from ...calibrate.model.decoder import LayerCall, LayerOutput, outputs_behind
+from ...calibrate.model.decoder import LayerOutput, outputs_behind
 from ...core.errors import BackendError
 from ...core.files import Strict, read_document, write_document
 from ...core.memory import release_memory
@@ -40,6 +39,11 @@ from .module_errors import ComparedModules, OutputSums, embedding_errors, expert
 #: What stands in an error of a full disk, and the remedy.
 OPTION = "--stream"
 REMEDY = "name another directory with --out, or give a smaller --max-tokens"
+
+
+def without_cache(batch: int) -> AbstractContextManager[None]:
+    """Give a batch no cache."""
+    return nullcontext()
 
 
 #: Parameter -> the relative errors of the experts that it holds.
@@ -107,33 +111,20 @@ def check_disk(folder: Path, outputs: Mapping[str, LayerOutput], windows: Stream
 
 
 @dataclass
-class StreamedModel:
-    """A model on its way through its layers: the hidden states that enter the next layer and those that leave it, in
-    turn, and the arguments of all layers by the shape of a batch. `name`: its name among the runtimes.
-    """
+class StreamedModel(LayerPass):
+    """A model on its way through its layers. `name`: its name among the runtimes, which errors have."""
 
-    name: str
-    chain: LayerChain
-    batches: Batches
-    states: tuple[HiddenStates, HiddenStates]
-    calls: dict[tuple[int, ...], list[LayerCall]] = field(default_factory=dict)
+    name: str = ""
 
-    def enter(self, done: bool) -> None:
-        """Write the hidden states that enter the first layer, unless that is `done`; find the arguments of layers."""
-        keep = None if done else self.states[0].write
+    def enter(self, done: bool, observing: Observing = without_cache) -> None:
+        """Enter the first layer, as `LayerPass` does, without a cache."""
         with self._named("before its layers"):
-            self.calls = self.chain.enter(self.batches, keep, lambda batch: nullcontext(None))
-        self.states[0].flush()
+            super().enter(done, observing)
 
-    def run(
-        self, index: int, model: torch.nn.Module, copies: Copies, around: Callable[[int], AbstractContextManager[None]]
-    ) -> None:
-        """Run all batches through layer `index` of `model`, each within the block that `around` gives for it."""
-        layer = model.get_submodule(f"{self.chain.layers.prefix}.{index}")
-        with self._named(f"in decoder layer {index}"), self.states[(index + 1) % 2].writing(copies) as write:
-            for batch, hidden in self.states[index % 2].on_device(copies):
-                with around(batch):
-                    write(batch, self.calls[self.batches[batch].shape][index].run(layer, hidden, None))
+    def run(self, index: int, model: torch.nn.Module, observing: Observing = without_cache) -> None:
+        """Run all batches through layer `index`, as `LayerPass` does, without a cache."""
+        with self._named(f"in decoder layer {index}"):
+            super().run(index, model, observing)
 
     def _named(self, where: str) -> AbstractContextManager[None]:
         """Turn an exception of the model in this block into a BackendError; a disk's passes."""
@@ -142,9 +133,8 @@ class StreamedModel:
     def behind(self, model: Any, batch: int, **named: object) -> Any:
         """The outputs of `model`, with its modules outside the layers, for what left the last layer."""
         chain = self.chain
-        ids = torch.from_numpy(self.batches[batch]).to(self.chain.device)
-        leaving = self.states[chain.layers.count % 2].read(batch, chain.device)
-        return outputs_behind(model, chain.layers, chain.layer_output, ids, leaving, **named)
+        ids = torch.from_numpy(self.batches[batch]).to(chain.device)
+        return outputs_behind(model, chain.layers, chain.layer_output, ids, self.leaving(batch), **named)
 
 
 class PairStream:
@@ -161,29 +151,26 @@ class PairStream:
         """
         self.windows = windows
         self.folder = folder
-        self.copies = copies_of(chains[BASELINE].device)
         self.models = {name: self._model(name, chain) for name, chain in chains.items()}
         self.original, self.candidate = self.models[BASELINE], self.models.get(CANDIDATE)
         self.layers = self.original.chain.layers
 
     def _model(self, name: str, chain: LayerChain) -> StreamedModel:
-        batches = self.windows.of(name)
-        first, second = (HiddenStates(file, batches, chain.layer_output) for file in _files(self.folder, name))
-        return StreamedModel(name, chain, batches, (first, second))
+        model = StreamedModel.of(chain, self.windows.of(name), _files(self.folder, name))
+        model.name = name
+        return model
 
     def run(self, report: Reporter) -> None:
         """Run all steps that are not finished."""
         count = self.layers.count
-        done = next(step for step in range(count + 2) if not self._file(step).is_file() or step > count)
-        if done > 1:
-            going_on(report, min(done, count), count)
+        steps = layers_to_run(self._file, count, report)
         with gemms_in_fp32(), torch.inference_mode():
             for model in self.models.values():
-                model.enter(done > 0)
+                model.enter(0 not in steps)
                 release_memory()
-            if not done:
+            if 0 in steps:
                 self._save(0, StepResults())
-            remaining = range(max(done, 1), count + 1)
+            remaining = [step for step in steps if step]
             with report.track(f"Comparing {len(remaining)} layers, one by one", len(remaining), "layers") as advance:
                 for step in remaining:
                     self._layer(step)
@@ -222,13 +209,11 @@ class PairStream:
             compared_with.chain.open_layer(index) as candidate,
         ):
             compared = ComparedModules(original, candidate, self._in_part(index))
+            of_modules = self.windows.modules
             self.original.run(
-                index,
-                original,
-                self.copies,
-                lambda batch: compared.adding() if batch in self.windows.modules else nullcontext(),
+                index, original, lambda batch: compared.adding() if batch in of_modules else without_cache(batch)
             )
-            compared_with.run(index, candidate, self.copies, lambda batch: nullcontext())
+            compared_with.run(index, candidate)
             if not self.windows.modules:
                 return StepResults()
             return self._results(index, hidden, compared, (original, candidate))
@@ -236,7 +221,7 @@ class PairStream:
     def _alone(self, model: StreamedModel, index: int) -> None:
         """Run a layer of the original in BF16 or FP32, without comparing modules."""
         with model.chain.open_layer(index) as opened:
-            model.run(index, opened, self.copies, lambda batch: nullcontext())
+            model.run(index, opened)
 
     def _behind(self, compared_with: StreamedModel) -> StepResults:
         """The last step: compare the modules outside the layers, and the hidden states behind the last norm."""

@@ -153,12 +153,7 @@ def forms_in_words(scales: Scales) -> str:
 
 def tuned_for(tuning: Tuning) -> str | None:
     """Return the budget of `fp8q tune` as its option; None where the chosen mix does not meet it."""
-    if not tuning.met:
-        return None
-    server = "" if tuning.server == "tensorrt" else f" --for {tuning.server}"
-    if tuning.max_kl is not None:
-        return f"--max-kl {tuning.max_kl:g}{server}"
-    return f"--max-ppl-increase {100 * (tuning.max_ppl_increase or 0.0):g}%{server}"
+    return tuning.budget if tuning.met else None
 
 
 def step_table(steps: Sequence[NextStep]) -> Table[NextStep]:

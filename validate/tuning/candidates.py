@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...calibrate.measure.moments import SecondMoments, moments_file
 from ...calibrate.measure.observe import Watch
@@ -32,25 +32,26 @@ from ...quantize.weights.code_sources import FloatWeight, GptqCodes, Rounding
 from ...quantize.weights.gptq import Compensations
 from ...quantize.weights.rounding_progress import Rounded
 from ...quantize.weights.sequential import gemm_input, weight_rows
-from .choices import GroupForm, Mix
+from .choices import COARSEST, TWO_TERMS, GroupForm, Mix, RoundingName
 
-#: The rounding of codes, and the form of the activation that they are for.
-Kind = tuple[str, GroupForm]
+#: Rounding -> the forms of the input that it gives other codes for.
+ROUNDED_FOR: Mapping[RoundingName, tuple[GroupForm, ...]] = {"nearest": (COARSEST,), "gptq": (COARSEST, TWO_TERMS)}
 #: Says of a folder that what was gathered in it is complete.
 DONE = "done"
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The candidates: `groups` (GEMMs that read one tensor, by the first), `inputs` form -> GEMM -> scale, `codes` of
-    each kind, `cache` tensor -> scale (none where an FP8 cache has none), `of_tail` GEMM -> the rows of a `call` that
-    have two terms in the form of that name.
+    """The candidates: `groups` (GEMMs that read one tensor, by the first), `inputs` form -> GEMM -> scale, the
+    `roundings` of weights, whose codes are in `folder`, `cache` tensor -> scale (none where an FP8 cache has none),
+    `of_tail` GEMM -> the rows of a `call` that have two terms in the form of that name.
     """
 
     model: PreTrainedModel
     groups: Mapping[str, tuple[str, ...]]
     inputs: Mapping[GroupForm, Mapping[str, TensorScale]]
-    codes: Mapping[Kind, Rounded]
+    roundings: tuple[RoundingName, ...]
+    folder: Path
     cache: Mapping[str, torch.Tensor]
     of_tail: Mapping[str, Tail]
     call: CallPositions
@@ -76,9 +77,18 @@ class Candidates:
         """Layer index -> name of the module that writes that layer of the cache."""
         return attention_modules(self.model)
 
+    def codes(self, rounding: str, form: GroupForm) -> Rounded:
+        """The codes of weights for a form of their input; for a tail and for weights alone those of two terms."""
+        name = rounding
+        if rounding != "nearest":
+            name += f"-{COARSEST if form == COARSEST else TWO_TERMS}"
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+        return Rounded(folder)
+
     def weight(self, module: str, rounding: str, form: GroupForm) -> torch.Tensor:
         """Dequantize the codes of a weight, float32 [out, in]."""
-        rounded = self.codes[rounding, form].get(module)
+        rounded = self.codes(rounding, form).get(module)
         assert rounded is not None, "every GEMM is rounded in every way before it is looked at"
         codes, scale = rounded
         return (codes.float() * scale[:, None]).to(self.model.device)
@@ -108,44 +118,37 @@ class Candidates:
         return logits
 
     def runner(self, mix: Mix) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Token ids int64 [windows, seq_len] to logits, by the model as `mix` has it."""
+        """Token ids int64 [windows, seq_len] to logits, by the model with the codes of `mix` in the place of weights,
+        inputs and cache.
+        """
+        coded = {member: form for member, first in self.first.items() if (form := mix.forms[first]) != "bf16"}
+        cache_scales = {name: scale for name, scale in self.cache.items() if mix.codes(name)}
 
         def run(ids: torch.Tensor) -> torch.Tensor:
             self.prompt(ids.shape[1])
-            with self._made_as(mix) as cache, torch.inference_mode():
-                logits: torch.Tensor = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+            gemms = self.gemms
+            with ExitStack() as stack:
+                for name, form in coded.items():
+                    weight = self.weight(name, mix.rounding, form)
+                    stack.enter_context(self._on_codes(name, gemms[name], form, weight))
+                with torch.inference_mode():
+                    cache = fp8_cache(cache_scales, self.model)
+                    logits: torch.Tensor = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
             return logits
 
         return run
 
     @contextmanager
-    def _made_as(self, mix: Mix) -> Iterator[DynamicCache]:
-        """Replace weights and inputs by codes where `mix` has them, in the block; yield an empty cache for the run."""
-        gemms = self.gemms
-        form_of = {member: mix.forms[name] for name, members in self.groups.items() for member in members}
-        with ExitStack() as stack:
-            for name, module in gemms.items():
-                if (form := form_of[name]) != "bf16":
-                    numbers = self.weight(name, mix.rounding, form).movedim(0, output_channel_axis(module))
-                    stack.enter_context(exchanged(module, numbers))
-                    stack.callback(module.register_forward_pre_hook(self._rounding(name, form)).remove)
-            yield fp8_cache({name: scale for name, scale in self.cache.items() if mix.codes(name)}, self.model)
-
-    def _rounding(
-        self, name: str, form: GroupForm
-    ) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
-        return lambda module, inputs: (self.input(name, form, inputs[0]), *inputs[1:])
-
-
-@contextmanager
-def exchanged(module: nn.Module, weight: torch.Tensor) -> Iterator[None]:
-    """Replace the weight of `module` in the block."""
-    before = module._parameters["weight"]
-    module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-    try:
-        yield
-    finally:
-        module._parameters["weight"] = before
+    def _on_codes(self, name: str, gemm: nn.Module, form: GroupForm, weight: torch.Tensor) -> Iterator[None]:
+        """Replace the weight of `gemm` by `weight` [out, in], and its inputs by codes, in the block."""
+        before = gemm.get_parameter("weight")
+        rounding = gemm.register_forward_pre_hook(lambda _, inputs: (self.input(name, form, inputs[0]), *inputs[1:]))
+        gemm.register_parameter("weight", nn.Parameter(weight.movedim(0, output_channel_axis(gemm)), False))
+        try:
+            yield
+        finally:
+            gemm.register_parameter("weight", before)
+            rounding.remove()
 
 
 def gather(candidates: Candidates, batches: Sequence[torch.Tensor], folder: Path, report: Reporter) -> None:
@@ -167,26 +170,24 @@ def gather(candidates: Candidates, batches: Sequence[torch.Tensor], folder: Path
 
 def round_weights(
     candidates: Candidates,
-    codes: Mapping[Kind, Rounded],
     method: WeightMethod,
     compensations: Callable[[Mapping[str, float]], Compensations],
     report: Reporter,
 ) -> None:
-    """Round every weight into `codes` that are not there yet, experts judged as `fp8q scales` judges them; a group that
-    no token reached is rounded to nearest.
+    """Round every weight in every way that is not done, experts judged as `fp8q scales` judges them; a group that no
+    token reached is rounded to nearest.
 
     `compensations`: module -> the share of its input's energy that is lost, to the second moments that GPTQ rounds by.
     """
-    first = candidates.first
     gemms = candidates.gemms
     scaling = WeightScaling(method)
-    todo = len(first) * len({rounded.folder for rounded in codes.values()})
-    with report.track("Rounding weights", todo, "weights") as advance:
-        of_inputs = {kind: rounded for kind, rounded in codes.items() if kind[1] in candidates.inputs}
-        for kind, rounded in {rounded.folder: (kind, rounded) for kind, rounded in of_inputs.items()}.values():
-            lost = {module: lost_share(scale.sqnr_db) for module, scale in candidates.inputs[kind[1]].items()}
-            of_form = compensations(lost) if kind[0] == "gptq" else None
-            for module, name in first.items():
+    kinds = [(rounding, form) for rounding in candidates.roundings for form in ROUNDED_FOR[rounding]]
+    with report.track("Rounding weights", len(gemms) * len(kinds), "weights") as advance:
+        for rounding, form in kinds:
+            rounded = candidates.codes(rounding, form)
+            lost = {module: lost_share(scale.sqnr_db) for module, scale in candidates.inputs[form].items()}
+            of_form = compensations(lost) if rounding == "gptq" else None
+            for module, name in candidates.first.items():
                 if rounded.get(module) is None:
                     reached = of_form is not None and moments_file(of_form.folder, name).is_file()
                     sources = (GptqCodes(scaling, of_form),) if reached and of_form else ()

@@ -9,9 +9,10 @@ may be left in BF16 (`--kv-skip`). Rounding costs nothing that is served. What t
 there.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from ...options import BF16, DEFAULT_EXACT_TAIL, ONE, Form, Kind, KvCache, Prefer, ScaleOptions, Server
@@ -33,8 +34,14 @@ RoundingName = Literal["nearest", "gptq", "sequential"]
 #: Those that `tune` has candidates of.
 ROUNDINGS: tuple[RoundingName, ...] = ("nearest", "gptq")
 CACHES: tuple[KvCache, ...] = ("off", "v", "fp8")
+#: What a price minimizes: one of both costs before all, or both alike.
+Dear = Prefer | Literal["both"]
 #: The weight of the cost that is not preferred, where the preferred one has 1: it decides between equals.
 SECONDARY = 1e-4
+#: What is dear -> the weights of the bytes of a decode step and of the operations of a prompt.
+WEIGHTS: Mapping[Dear, tuple[float, float]] = {
+    "memory": (1.0, SECONDARY), "prefill": (SECONDARY, 1.0), "both": (0.5, 0.5),
+}  # fmt: skip
 
 
 def options_of(options: ScaleOptions, positions: int | None) -> dict[GroupForm, ScaleOptions]:
@@ -167,16 +174,16 @@ class Shape:
 @dataclass(frozen=True)
 class Price:
     """Both costs as one number: bytes a decode step reads after `positions` tokens and operations of a prompt, each as
-    a share of `plain`; the one that is not preferred is weighted by `SECONDARY`.
+    a share of `plain`, in the sum that `WEIGHTS` has for what is `dear`.
     """
 
     plain: Cost
-    prefer: Prefer
+    dear: Dear
     positions: int
 
     def combine(self, step_bytes: float, operations: float) -> float:
         """Combine the bytes of a decode step and the operations of a prompt into a price."""
-        memory, prefill = (SECONDARY, 1.0) if self.prefer == "prefill" else (1.0, SECONDARY)
+        memory, prefill = WEIGHTS[self.dear]
         return (
             memory * step_bytes / self.plain.step_bytes(self.positions)
             + prefill * operations / self.plain.prefill_operations
@@ -185,6 +192,30 @@ class Price:
     def of_cost(self, cost: Cost) -> float:
         """Return the price of a mix with this `cost`."""
         return self.combine(cost.step_bytes(self.positions), cost.prefill_operations)
+
+
+def groups_among(groups: Iterable[Sequence[str]], modules: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Limit `groups`, the modules that read one tensor, to those `modules`; return each by its first."""
+    read = [tuple(name for name in members if name in modules) for members in groups]
+    return {members[0]: members for members in read if members}
+
+
+def shape_of(
+    groups: Mapping[str, Sequence[str]],
+    shapes: Mapping[str, tuple[int, ...]],
+    tail: int,
+    cache: Mapping[str, int] = MappingProxyType({}),
+) -> Shape:
+    """Return the sizes that costs are computed from. `groups`: the GEMMs in FP8 that read one tensor, by the first;
+    `shapes`: of the weights of all GEMMs, of which the others stay in BF16. `tail`: the length of a tail; `cache`: each
+    cache tensor's values a position.
+    """
+    sizes = {name: (shape[0], prod(shape[1:])) for name, shape in shapes.items()}
+    listed = tuple(
+        Group(name, {member: sizes.get(member, (0, 0)) for member in members}, tail) for name, members in groups.items()
+    )
+    taken = {member for members in groups.values() for member in members}
+    return Shape(listed, sum(prod(size) for name, size in sizes.items() if name not in taken), cache)
 
 
 def changes(before: Mix, after: Mix) -> list[tuple[str, str]]:
@@ -213,6 +244,11 @@ def limited_to(groups: Iterable[Group], server: Server, experts: Iterable[str]) 
         replace(group, forms=of_experts if any(name.startswith(held) for name in group.weights) else dense)
         for group in groups
     )
+
+
+def leaving_out(group: Group, *forms: GroupForm) -> Group:
+    """Leave out `forms` of those that a group may take."""
+    return replace(group, forms=tuple(form for form in group.forms if form not in forms))
 
 
 def members(groups: Iterable[Group], mix: Mix, form: GroupForm) -> list[str]:

@@ -4,6 +4,8 @@ tables that show them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import expm1, isfinite
+from typing import Self
 
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -16,6 +18,10 @@ from .choices import Group, GroupForm, Mix, Shape, changes, members
 
 #: Points of the frontier that are shown; `--json` and `tune.json` have all.
 SHOWN = 12
+
+
+#: The forms whose GEMMs a point counts.
+COUNTED: tuple[GroupForm, ...] = ("tail", "two_terms", "weights_alone", "bf16")
 
 
 class Change(Strict):
@@ -47,6 +53,23 @@ class Point(Strict):
     weights_alone: int = Field(default=0, description="GEMMs")
     bf16: int = Field(description="GEMMs, beside those that the run keeps in BF16 already")
 
+    @classmethod
+    def of(cls, shape: Shape, mix: Mix, kl_nats: float, measured: bool, **others: object) -> Self:
+        """Describe the cost of `mix` and its loss, with the `others` of a derived class."""
+        cost = shape.cost(mix)
+        fields: dict[str, object] = {
+            "kl_nats": kl_nats,
+            "measured": measured,
+            "weight_bytes": cost.weight_bytes,
+            "cache_bytes": cost.cache_bytes,
+            "prefill_flops_ratio": cost.prefill_operations / shape.plain.prefill_operations,
+            "weight_rounding": mix.rounding,
+            "kv_cache": mix.kv_cache,
+            "wide_cache": len(mix.wide_cache),
+            **{form: len(members(shape.groups, mix, form)) for form in COUNTED},
+        }
+        return cls.model_validate(fields | others)
+
 
 class Step(Point):
     """A point of the frontier, and its changes from the point before; the first point's are from the run."""
@@ -60,6 +83,13 @@ class Interval(Strict):
     increase: float
     low: float | None = None
     high: float | None = None
+
+    @classmethod
+    def around(cls, rise_nats: float, half: float) -> "Interval":
+        """The interval of `half` on either side of a rise of NLL; `half` is infinite or NaN for a single window."""
+        if not isfinite(half):
+            return cls(increase=expm1(rise_nats))
+        return cls(increase=expm1(rise_nats), low=expm1(rise_nats - half), high=expm1(rise_nats + half))
 
 
 class Windows(Strict):
@@ -150,32 +180,20 @@ class Tuning(Strict):
     )
     rise_over_kl: float = Field(description="by which a rise of NLL follows from KL")
 
+    @property
+    def budget(self) -> str:
+        """The budget and the server, as options."""
+        server = "" if self.server == "tensorrt" else f" --for {self.server}"
+        if self.max_kl is not None:
+            return f"--max-kl {self.max_kl:g}{server}"
+        return f"--max-ppl-increase {100 * (self.max_ppl_increase or 0.0):g}%{server}"
+
     @field_validator("chosen")
     @classmethod
     def _for_a_budget(cls, chosen: Chosen | None, others: ValidationInfo) -> Chosen | None:
         if chosen is not None and others.data.get("max_kl") is None and others.data.get("max_ppl_increase") is None:
             raise PydanticCustomError(PLAIN, "must be null without max_kl or max_ppl_increase")
         return chosen
-
-
-#: The forms whose GEMMs a point counts.
-COUNTED: tuple[GroupForm, ...] = ("tail", "two_terms", "weights_alone", "bf16")
-
-
-def point(shape: Shape, mix: Mix, kl_nats: float, measured: bool) -> Point:
-    """Describe the cost of `mix` and its loss."""
-    cost = shape.cost(mix)
-    return Point(
-        kl_nats=kl_nats,
-        measured=measured,
-        weight_bytes=cost.weight_bytes,
-        cache_bytes=cost.cache_bytes,
-        prefill_flops_ratio=cost.prefill_operations / shape.plain.prefill_operations,
-        weight_rounding=mix.rounding,
-        kv_cache=mix.kv_cache,
-        wide_cache=len(mix.wide_cache),
-        **{form: len(members(shape.groups, mix, form)) for form in COUNTED},
-    )
 
 
 def changed(groups: Sequence[Group], before: Mix, after: Mix) -> list[Change]:
@@ -268,17 +286,14 @@ def conclusion(tuning: Tuning, run: str) -> str:
 
     `run`: the run directory, for the command.
     """
-    server = "" if tuning.server == "tensorrt" else f" --for {tuning.server}"
     if (chosen := tuning.chosen) is None:
+        server = "" if tuning.server == "tensorrt" else f" --for {tuning.server}"
         example = f"fp8q tune {run} --max-kl {tuning.run.kl_nats / 2:.2g}{server}"
         return f"No budget was given. For the cheapest mix that loses half of what the run does: {example}"
     if tuning.max_kl is not None:
         loss = f"a KL of {nats(chosen.measured_kl_nats)} nats"
-        budget = f"--max-kl {tuning.max_kl:g}"
     else:
-        assert tuning.max_ppl_increase is not None, "one of the two is the budget"
         loss = f"{increase(chosen.measured_increase.increase)} perplexity"
-        budget = f"--max-ppl-increase {100 * tuning.max_ppl_increase:g}%"
     before = tuning.run
     second = chosen.tail + chosen.two_terms
     # a model without cached keys and values of which anything was measured has no bytes of a cache
@@ -297,7 +312,7 @@ def conclusion(tuning: Tuning, run: str) -> str:
             "--for vllm."
         )
     if tuning.met:
-        sentences.append(f"Apply it: fp8q tune {run} {budget}{server} --apply")
+        sentences.append(f"Apply it: fp8q tune {run} {tuning.budget} --apply")
     return " ".join(sentences)
 
 

@@ -1,51 +1,21 @@
-"""Find the cheapest form of a run that meets a limit, by predicted losses that a few measurements correct.
+"""The choices of a search for a form: what each loses, the forms that one code, two codes and so on are everywhere, and
+the options that make a run of a mix.
 
-`fp8q run` asks this where one code an activation loses too much. The losses come from a prediction for each tensor
-(`sensitivity`), so that of a group of GEMMs in a form is the sum of its weights' and of its input's. The sums are
-corrected by measuring: first the form that loses least with FP8 weights everywhere, then the mix that seems cheapest.
-
-Unlike `fp8q tune`, which has one preferred cost, bytes and operations count alike, each as a share of one code
-everywhere: else a module in BF16 would never stand against two codes for all others.
+`fp8q run` searches (`search`) where one code an activation loses too much. The losses come from a prediction for each
+tensor (`sensitivity`), so that of a group of GEMMs in a form is the sum of its weights' and of its input's.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
 from re import sub
 
 from ...options import ONE, KvCache, ScaleOptions
 from ...quantize.sensitivity.document import Sensitivity
-from .choices import (
-    CODES,
-    FORMS,
-    TWO_TERMS,
-    Group,
-    GroupForm,
-    Mix,
-    Price,
-    RoundingName,
-    Shape,
-    input_form,
-    members,
-    variant,
-)
-from .solve import Correction, Losses, Problem, same
-
-#: A mix that uses this share of what is aimed at is not made cheaper.
-CLOSE = 0.9
-#: The most mixes that are measured for one aim.
-ROUNDS = 4
-
-
-class EvenPrice(Price):
-    """Bytes of a decode step and operations of a prompt, which count alike."""
-
-    def combine(self, step_bytes: float, operations: float) -> float:
-        """Combine the bytes of a decode step and the operations of a prompt into a price."""
-        read = step_bytes / self.plain.step_bytes(self.positions)
-        return (read + operations / self.plain.prefill_operations) / 2
+from .choices import CODES, FORMS, TWO_TERMS, Group, GroupForm, Mix, RoundingName, Shape, input_form, members, variant
+from .solve import Losses
 
 
 def group_losses(
@@ -81,71 +51,6 @@ def group_losses(
             for form in (*on_codes, "weights_alone"):
                 group[variant(rounding, form)] = rounded + inputs.get(form, 0.0)
     return Losses(parts, roundings, (kv_cache,), tuple(on_codes))
-
-
-def shape_of(
-    groups: Mapping[str, Sequence[str]], shapes: Mapping[str, tuple[int, ...]], tail: int, gemms: Iterable[str]
-) -> Shape:
-    """Return the sizes that costs are computed from. `groups`: the GEMMs in FP8 that read one tensor, by the first;
-    `shapes`: of the weights of all `gemms`; the others than those in groups stay in BF16.
-    """
-    sizes = {name: (shapes[name][0], prod(shapes[name][1:])) for name in gemms if name in shapes}
-    listed = tuple(
-        Group(name, {member: sizes.get(member, (0, 0)) for member in names}, tail) for name, names in groups.items()
-    )
-    taken = {member for group in listed for member in group.weights}
-    return Shape(listed, sum(prod(size) for name, size in sizes.items() if name not in taken), {})
-
-
-@dataclass
-class FormSearch:
-    """The state of a search: the problem, and the measured KL in nats a token of the mixes that were `tried`.
-
-    `cached`: the predicted loss of the cache, which all mixes have.
-    """
-
-    problem: Problem
-    cached: float = 0.0
-    tried: list[tuple[Mix, float]] = field(default_factory=list)
-
-    def add(self, mix: Mix, kl_nats: float) -> None:
-        """Note the measured KL of `mix`."""
-        self.tried.append((mix, kl_nats))
-
-    def measured(self, mix: Mix) -> float | None:
-        """Return the measured KL of `mix`, if any."""
-        return next((kl for other, kl in self.tried if same(mix, other)), None)
-
-    def expected(self, mix: Mix) -> float:
-        """Return the KL of `mix` that is measured, or else expected by the measured ones."""
-        known = self.measured(mix)
-        if known is None:
-            return self._correction().to_measured(self.problem.losses.total(mix))
-        return known
-
-    def next_mix(self, aim: float) -> Mix | None:
-        """The mix to measure next for a KL of at most `aim`; None where that would tell nothing new."""
-        finest = self.problem.finest()
-        if self.measured(finest) is None:
-            return finest
-        if any(CLOSE * aim <= kl <= aim for _, kl in self.tried):
-            return None
-        mix = self.problem.cheapest(self._correction().to_predicted(aim) - self.cached) or self.problem.best()
-        return mix if self.measured(mix) is None else None
-
-    def cheapest(self, aim: float) -> Mix:
-        """The cheapest measured mix with a KL of at most `aim`, or the one that loses least."""
-        within = [mix for mix, kl in self.tried if kl <= aim]
-        if within:
-            return min(within, key=self.price)
-        return min(self.tried, key=lambda pair: pair[1])[0]
-
-    def price(self, mix: Mix) -> float:
-        """Return the price of `mix`: its bytes and operations, of one code everywhere 1."""
-        return self.problem.price.of_cost(self.problem.shape.cost(mix))
-
-    def _correction(self) -> Correction:
-        return Correction((self.problem.losses.total(mix), kl) for mix, kl in self.tried)
 
 
 def uniform_forms(shape: Shape, losses: Losses, run_mix: Mix) -> list[Mix]:

@@ -15,7 +15,7 @@ from ...calibrate.model.gemms import output_channel_axis
 from ...quantize.sensitivity.document import Predicted
 from ...quantize.sensitivity.gradients import along, drawn_loss, half_square, next_token_log_probabilities, seeing
 from .candidates import Candidates
-from .choices import CODES, ROUNDINGS, GroupForm, variant
+from .choices import CODES, GroupForm, variant
 
 
 def predict_choices(
@@ -36,9 +36,7 @@ def predict_choices(
     with torch.no_grad():
         for name, members in candidates.groups.items():
             reached = {member: g for member in members if (g := gradients.get(member)) is not None}
-            for rounding in ROUNDINGS if reached else ():
-                if not any(kind[0] == rounding for kind in candidates.codes):
-                    continue
+            for rounding in candidates.roundings if reached else ():
                 for form in candidates.forms:
                     apart: dict[str, torch.Tensor] = {}
                     for member, g in reached.items():

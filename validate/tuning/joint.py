@@ -6,7 +6,7 @@ for 1 unless the windows contradict it: chance alone moves the mean rise by sqrt
 KL of 0.003 on 16,000 tokens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 
@@ -14,7 +14,9 @@ import numpy as np
 import torch
 
 from ...calibrate.measure.scoring import divergences, log_softmax, losses
+from ...calibrate.text.evaluation import prompt_of
 from ...core.reporter import Reporter
+from ...quantize.reference.fp8_model import Reference
 
 Runner = Callable[[torch.Tensor], torch.Tensor]
 #: The standard errors of a normal deviate that hold 95 %.
@@ -66,22 +68,36 @@ def believed(rise_over_kl: float, within: float) -> float:
     return rise_over_kl
 
 
-def measure_mixes(
-    exact: Runner, mixes: Mapping[str, Runner], batches: Sequence[tuple[torch.Tensor, torch.Tensor]], report: Reporter
-) -> dict[str, Measured]:
-    """Measure the loss of each of `mixes` on `batches` of (ids int64 [windows, seq_len], which of them are scored, bool
-    of the same shape) against the `exact` model.
+def measure_mix(
+    exact: Runner, runner: Runner, batches: Sequence[tuple[torch.Tensor, torch.Tensor]], report: Reporter, what: str
+) -> Measured:
+    """Measure the loss of a mix, by its `runner`, on `batches` of (ids int64 [windows, seq_len], which of them are
+    scored, bool of the same shape) against the `exact` model; `what` names the mix to the user.
     """
-    by_mix = {name: Measured() for name in mixes}
-    passes = len(batches) * (len(mixes) + 1)
-    with report.track(f"Measuring {', '.join(mixes)}", passes, "passes") as advance, torch.inference_mode():
+    measured = Measured()
+    with report.track(f"Measuring {what}", 2 * len(batches), "passes") as advance, torch.inference_mode():
         for ids, scored in batches:
             log_p = log_softmax(exact(ids)[:, :-1])
             advance(1)
-            for name, runner in mixes.items():
-                _add(by_mix[name], log_p, log_softmax(runner(ids)[:, :-1]), ids, scored[:, 1:])
-                advance(1)
-    return by_mix
+            _add(measured, log_p, log_softmax(runner(ids)[:, :-1]), ids, scored[:, 1:])
+            advance(1)
+    return measured
+
+
+def reference_runner(reference: Reference, as_served: bool = True) -> Runner:
+    """Token ids int64 [windows, seq_len] to the logits of the FP8 `reference`, whose tokens behind the prompt stand for
+    decoded ones; without `as_served` none do.
+    """
+
+    def run(ids: torch.Tensor) -> torch.Tensor:
+        decoded = ids.shape[1] - prompt_of(ids.shape[1]) if as_served else 0
+        with reference.answering(decoded):
+            logits: torch.Tensor = reference.model(
+                input_ids=ids, past_key_values=reference.new_cache(), use_cache=True
+            ).logits
+        return logits
+
+    return run
 
 
 def _add(measured: Measured, log_p: torch.Tensor, log_q: torch.Tensor, ids: torch.Tensor, scored: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ together they are the frontier.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -78,12 +78,23 @@ def steps(items: Items) -> tuple[Chosen, list[tuple[str, Choice]]]:
     return {name: corners[0] for name, corners in hulls.items()}, [(name, after) for _, name, after in ordered]
 
 
+def along_the_hull(items: Items) -> Iterator[Chosen]:
+    """Yield the points of the frontier: the cheapest choices, then those after each of the `steps`."""
+    chosen, further = steps(items)
+    yield chosen
+    for name, choice in further:
+        chosen = {**chosen, name: choice}
+        yield chosen
+
+
 def cheapest(items: Items, budget: float) -> Chosen | None:
-    """The cheapest choices whose losses add up to at most `budget`; None where there are none such."""
-    solutions = [chosen for chosen in (_table(items, budget), _along_the_hull(items, budget)) if chosen is not None]
-    if solutions:
-        return min(solutions, key=price_of)
-    return None
+    """The cheapest choices whose losses add up to at most `budget`; None where there are none such.
+
+    Where losses are too fine for the table, the first point of the frontier that meets the budget.
+    """
+    on_hull = next((chosen for chosen in along_the_hull(items) if loss_of(chosen) <= budget), None)
+    solutions = [chosen for chosen in (_table(items, budget), on_hull) if chosen is not None]
+    return min(solutions, key=price_of, default=None)
 
 
 def loss_of(chosen: Chosen) -> float:
@@ -94,21 +105,6 @@ def loss_of(chosen: Chosen) -> float:
 def price_of(chosen: Chosen) -> float:
     """Return the sum of the prices."""
     return sum(choice.price for choice in chosen.values())
-
-
-def least(items: Items) -> Chosen:
-    """Choose the least loss for every item, and among equals the cheapest."""
-    return {name: min(choices, key=lambda option: (option.loss, option.price)) for name, choices in items.items()}
-
-
-def _along_the_hull(items: Items, budget: float) -> Chosen | None:
-    """The first point of the frontier that meets the budget: where losses are too fine for the table."""
-    chosen, further = steps(items)
-    for name, choice in further:
-        if loss_of(chosen) <= budget:
-            break
-        chosen[name] = choice
-    return chosen if loss_of(chosen) <= budget else None
 
 
 def _table(items: Items, budget: float) -> Chosen | None:
@@ -213,26 +209,31 @@ class Problem:
     run_mix: Mix
 
     def cheapest(self, budget: float) -> Mix | None:
-        """The cheapest mix that is predicted to lose at most `budget`; None where there is none."""
-        priced: list[tuple[float, Mix]] = []
-        for rounding, kv_cache, items in self._model_choices():
-            chosen = cheapest(items, budget)
-            if chosen is not None and (mix := self._mix(rounding, kv_cache, chosen)) is not None:
-                priced.append((price_of(chosen) + self._model_price(rounding, kv_cache), mix))
-        if priced:
-            return min(priced, key=lambda pair: pair[0])[1]
-        return None
+        """The cheapest mix that is predicted to lose at most `budget`, with the cache where that is no choice; None
+        where there is none.
+        """
+        parts = self.losses.parts
+        no_choice = [name for name in parts if CODES in parts[name] and name not in self.shape.cache]
+        left = budget - sum(parts[name][CODES] for name in no_choice if self.run_mix.codes(name))
+
+        def choose(items: Items) -> list[Chosen]:
+            chosen = cheapest(items, left)
+            return [] if chosen is None else [chosen]
+
+        _, _, mix = min(self._priced(choose), key=lambda point: point[0], default=(0.0, 0.0, None))
+        return mix
 
     def best(self) -> Mix:
         """Return the mix that loses least: all but one group in BF16, since a run without FP8 is none; groups of
         unknown loss stay as they are.
         """
         losses = self.losses
-        finest = {name: form for name, form in self.finest().forms.items() if name in losses.parts}
-        rounding = min(losses.roundings, key=lambda method: min(losses.group(*item, method) for item in finest.items()))
-        left = min(finest, key=lambda name: losses.group(name, finest[name], rounding))
-        in_bf16 = {group.name for group in self.shape.groups if "bf16" in group.forms and group.name != left}
-        forms: dict[str, GroupForm] = {name: "bf16" if name in in_bf16 else form for name, form in finest.items()}
+        forms = {name: form for name, form in self.finest().forms.items() if name in losses.parts}
+        rounding = min(losses.roundings, key=lambda method: min(losses.group(*item, method) for item in forms.items()))
+        left = min(forms, key=lambda name: losses.group(name, forms[name], rounding))
+        for group in self.shape.groups:
+            if group.name in forms and group.name != left and "bf16" in group.forms:
+                forms[group.name] = "bf16"
         return Mix({**self.run_mix.forms, **forms}, rounding, losses.caches[0])
 
     @property
@@ -253,26 +254,24 @@ class Problem:
 
     def frontier(self) -> list[Mix]:
         """The cheapest mix of each loss, those that lose most first."""
-        points: list[tuple[float, float, Mix]] = []
-        for rounding, kv_cache, items in self._model_choices():
-            chosen, further = steps(items)
-            for name, choice in [("", None), *further]:
-                chosen |= {name: choice} if choice else {}
-                if (mix := self._mix(rounding, kv_cache, chosen)) is not None:
-                    price = price_of(chosen) + self._model_price(rounding, kv_cache)
-                    points.append((price, loss_of(chosen), mix))
-        frontier: list[tuple[float, float, Mix]] = []
-        for point in sorted(points, key=lambda entry: entry[:2]):
-            if not frontier or point[1] < frontier[-1][1]:
-                frontier.append(point)
-        return [mix for _, _, mix in frontier]
+        frontier: list[Mix] = []
+        least = inf
+        for _, loss, mix in sorted(self._priced(along_the_hull), key=lambda point: point[:2]):
+            if loss < least:
+                frontier.append(mix)
+                least = loss
+        return frontier
 
-    def _model_choices(self) -> Iterable[tuple[RoundingName, KvCache, Items]]:
-        """The choices for the whole model, with the options for each group under each of them."""
+    def _priced(self, choose: Callable[[Items], Iterable[Chosen]]) -> Iterator[tuple[float, float, Mix]]:
+        """Yield price, loss and mix of what `choose` returns of the options for groups and layers, for each choice for
+        the whole model; not where nothing would be FP8.
+        """
         for rounding in self.losses.roundings:
-            items = {group.name: self._choices(group, rounding) for group in self.shape.groups}
+            groups = {group.name: self._choices(group, rounding) for group in self.shape.groups}
             for kv_cache in self.losses.caches:
-                yield rounding, kv_cache, items | self._layers(kv_cache)
+                for chosen in choose(groups | self._layers(kv_cache)):
+                    if (mix := self._mix(rounding, kv_cache, chosen)) is not None:
+                        yield price_of(chosen) + self._model_price(rounding, kv_cache), loss_of(chosen), mix
 
     def _layers(self, kv_cache: KvCache) -> dict[str, Sequence[Choice]]:
         """Offer each layer a cache in codes, as `kv_cache` has it, and one that stays in BF16; none where the whole
@@ -280,24 +279,20 @@ class Problem:
         """
         parts = CACHE_PARTS[kv_cache]
         run_mix = self.run_mix
-
-        def choice(name: str, module: str, tensors: Sequence[str]) -> Choice:
-            coded = [tensor for tensor in tensors if name == CODED and tensor[-1] in parts]
-            held = sum(self.shape.tensor_bytes(tensor, tensor in coded) for tensor in tensors)
-            changed = run_mix.kv_cache == kv_cache and run_mix.leaves_in_bf16(module) != (name == IN_BF16)
-            price = self.price.combine(self.price.positions * held, 0) + CHANGED * changed
-            return Choice(name, sum(map(self.losses.tensor, coded)), price)
-
-        def offered(tensors: Sequence[str]) -> Sequence[str]:
-            untold = [tensor for tensor in tensors if tensor[-1] in parts and tensor not in self.losses.parts]
-            if all(map(run_mix.codes, untold)):
-                return (CODED, IN_BF16)
-            return (IN_BF16,)
-
-        return {
-            module: [choice(name, module, tensors) for name in offered(tensors)]
-            for module, tensors in (self.shape.cached if parts else {}).items()
-        }
+        layers: dict[str, Sequence[Choice]] = {}
+        for module, tensors in self.shape.cached.items() if parts else ():
+            coded = [tensor for tensor in tensors if tensor[-1] in parts]
+            offered = {CODED: coded, IN_BF16: []}
+            if not all(tensor in self.losses.parts or run_mix.codes(tensor) for tensor in coded):
+                del offered[CODED]
+            choices = []
+            for name, in_codes in offered.items():
+                held = sum(self.shape.tensor_bytes(tensor, tensor in in_codes) for tensor in tensors)
+                changed = run_mix.kv_cache == kv_cache and run_mix.leaves_in_bf16(module) != (name == IN_BF16)
+                price = self.price.combine(self.price.positions * held, 0) + CHANGED * changed
+                choices.append(Choice(name, sum(map(self.losses.tensor, in_codes)), price))
+            layers[module] = choices
+        return layers
 
     def _choices(self, group: Group, rounding: RoundingName) -> Sequence[Choice]:
         return [

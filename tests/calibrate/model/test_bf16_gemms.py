@@ -29,9 +29,10 @@ from fp8q.calibrate.model.bf16_gemms import (
     has_bf16_units,
 )
 from fp8q.calibrate.model.source import load_model, open_source
+from fp8q.core.output_folder import WorkFolder
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.core.run_writer import RunWriter, WorkFolder
+from fp8q.core.run_writer import RunWriter
 from fp8q.quantize.codes.encoding import encode
 from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.stages.pipeline.stage import Notes, note_other_arithmetic
@@ -319,14 +320,16 @@ def test_a_run_of_another_kind_of_processor_is_told_of(tmp_path: Path, monkeypat
 
 def test_a_stage_stopped_half_way_on_another_kind_begins_anew_and_says_so(tmp_path: Path) -> None:
     run, lines = Run(tmp_path), list[str]()
-    with WorkFolder(run, "measure").opened({"model": "m", "threads": 2, "device": "cpu"}) as folder:
+    with WorkFolder(run.root, "measure").opened({"model": "m", "threads": 2, "device": "cpu"}) as folder:
         (folder / "step").touch()
-    with WorkFolder(run, "measure").opened({"model": "m", "threads": 2, "device": "cpu"}, note=lines.append) as folder:
+    with WorkFolder(run.root, "measure").opened(
+        {"model": "m", "threads": 2, "device": "cpu"}, note=lines.append
+    ) as folder:
         assert (folder / "step").exists()
-    with WorkFolder(run, "measure").opened({"model": "other", "threads": 2, "device": "cpu"}, note=lines.append):
+    with WorkFolder(run.root, "measure").opened({"model": "other", "threads": 2, "device": "cpu"}, note=lines.append):
         assert lines == []
     here = {"model": "other", "threads": 1, "device": "cpu", "bf16_products": "fp32"}
-    with WorkFolder(run, "measure").opened(here, note=lines.append) as folder:
+    with WorkFolder(run.root, "measure").opened(here, note=lines.append) as folder:
         assert not (folder / "step").exists()
     assert lines == ["begins anew: an earlier call, which stopped half-way, had 2 threads, BF16 GEMMs computed in BF16"]
 

@@ -31,8 +31,8 @@ from fp8q.calibrate.ranks.torchrun import ProcessRank, process_rank
 from fp8q.calibrate.ranks.world import World, _check_alike
 from fp8q.core.errors import BackendError, InputError
 from fp8q.core.files import write_document
+from fp8q.core.output_folder import WorkFolder
 from fp8q.core.run import Run
-from fp8q.core.run_writer import WorkFolder
 from fp8q.options import CalibrateOptions
 from fp8q.stages.measure import check_batches
 
@@ -248,15 +248,15 @@ def test_what_ranks_add_is_what_merging_adds_and_a_failure_reaches_all_with_its_
 def test_a_rank_with_a_directory_of_its_own_leaves_nothing_in_it(tmp_path: Path) -> None:
     """On a machine that does not share the run, where the disk is full, and where all went well."""
     run = Run(tmp_path / "other-machine" / "run")
-    with pytest.raises(InputError), WorkFolder(run, "measure", 3).opened({}):
+    with pytest.raises(InputError), WorkFolder(run.root, "measure", 3).opened({}):
         raise InputError("", "no room")
     assert not run.root.exists()
-    with WorkFolder(run, "measure", 3).opened({}) as folder:
+    with WorkFolder(run.root, "measure", 3).opened({}) as folder:
         assert folder == run.root / ".measure.work" / "rank-3"
-    WorkFolder(run, "measure", 3).leave()
+    WorkFolder(run.root, "measure", 3).leave()
     assert not run.root.exists()
-    with WorkFolder(run, "measure", 2).opened({}), WorkFolder(run, "measure", 3).opened({}):
-        WorkFolder(run, "measure", 3).leave()
+    with WorkFolder(run.root, "measure", 2).opened({}), WorkFolder(run.root, "measure", 3).opened({}):
+        WorkFolder(run.root, "measure", 3).leave()
     assert [path.name for path in (run.root / ".measure.work").iterdir()] == ["rank-2"]
 
 

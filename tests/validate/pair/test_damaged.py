@@ -20,7 +20,7 @@ from fp8q.calibrate.text.evaluation import Evaluation
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.options import ConvertOptions, PairOptions
-from fp8q.stages.compare_pair import CheckpointPair, results_lock
+from fp8q.stages.compare_pair import CheckpointPair, results_folder
 from fp8q.validate.pair.document import CheckpointIdentity, PairComparison, check_pair
 from tests.quantize.reading.fp8_checkpoints import fine_grained
 from tests.validate.pair import damaged
@@ -62,7 +62,7 @@ def test_the_same_comparison_is_not_run_again_and_another_limit_judges_it_anew(
 
 
 def test_two_comparisons_at_once_do_not_mix(compared: Compare, tmp_path: Path) -> None:
-    with results_lock(tmp_path / "out"):  # as another process holds it
+    with results_folder(tmp_path / "out"):  # as another process holds it
         told = "another fp8q process is comparing here; wait for it, or name another directory"
         with pytest.raises(InputError, match=told):
             compared()

@@ -19,7 +19,7 @@ from fp8q.stages.corpus import load_tokens
 from fp8q.stages.first_tokens import load_first_tokens
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared.sources import source_of
-from fp8q.stages.tune import PredictedCandidates, batches_of, parted, predicted_candidates
+from fp8q.stages.tune import PARTS, PredictedCandidates, batches_of, parted, predicted_candidates
 
 from ...conftest import Texts
 from ...mixtures import random_mixture
@@ -37,9 +37,8 @@ def prepared(demo_texts: Texts, tmp_path_factory: pytest.TempPathFactory) -> tup
         model, demo_texts.calibration, folder / "run", options=SHAPE, export_options=ExportOptions(graph=False)
     )
     windows = load_tokens(run, run.calibration)
-    rounding, choosing, _ = (batches_of(windows[part]) for part in parted(len(windows), 2))
-    by, on = ([ids for ids, _ in part] for part in (rounding, choosing))
-    return predicted_candidates(run, source_of(run), by, on, work, Notes(SILENT)), work / "moments"
+    batches = {name: batches_of(windows[part]) for name, part in zip(PARTS, parted(len(windows), 2), strict=True)}
+    return predicted_candidates(run, source_of(run), batches, work, Notes(SILENT)), work / "moments"
 
 
 def rows(prepared: PredictedCandidates, module: str) -> torch.Tensor:
@@ -48,7 +47,7 @@ def rows(prepared: PredictedCandidates, module: str) -> torch.Tensor:
 
 
 def stored(prepared: PredictedCandidates, module: str) -> tuple[torch.Tensor, torch.Tensor]:
-    codes = prepared.candidates.codes["gptq", "two_terms"].get(module)
+    codes = prepared.candidates.codes("gptq", "two_terms").get(module)
     assert codes is not None
     return codes
 

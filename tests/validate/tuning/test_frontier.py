@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8q.validate.tuning.solve import LEVELS, Choice, Items, cheapest, hull, least, loss_of, price_of, steps
+from fp8q.validate.tuning.solve import LEVELS, Choice, Chosen, Items, cheapest, hull, loss_of, price_of, steps
+
+
+def least(items: Items) -> Chosen:
+    """Choose the least loss for every item, and among equals the cheapest."""
+    return {name: min(choices, key=lambda option: (option.loss, option.price)) for name, choices in items.items()}
+
 
 ONE, TWO, WIDE = Choice("one", 10, 1), Choice("two", 2, 2), Choice("wide", 0, 4)
 

@@ -14,18 +14,18 @@ from fp8q.api import TuneOptions, ValidateOptions
 from fp8q.core.errors import GateError, InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.quantize.reference.fp8_model import Reference, load_reference
+from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.scales.scheme import in_two_codes, tails_of
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.other_text import evaluation
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared.sources import source_of
-from fp8q.stages.tune import PredictedCandidates, batches_of, check_met, parted, predicted_candidates
+from fp8q.stages.tune import PARTS, PredictedCandidates, batches_of, check_met, parted, predicted_candidates
 from fp8q.validate.tuning.choices import ROUNDINGS, GroupForm, Mix
 from fp8q.validate.tuning.document import Tuning
 from fp8q.validate.tuning.gradients import predict_choices
-from fp8q.validate.tuning.joint import Measured, believed, measure_mixes, ratio
+from fp8q.validate.tuning.joint import Measured, believed, measure_mix, ratio, reference_runner
 
 WINDOWS = 4
 #: The forms of codes that `tune` has candidates of.
@@ -51,28 +51,13 @@ def tuned(run: Run) -> Tuning:
 @pytest.fixture(scope="module")
 def prepared(run: Run, tmp_path_factory: pytest.TempPathFactory) -> PredictedCandidates:
     windows = load_tokens(run, run.calibration)
-    rounding, choosing, _ = (batches_of(windows[part]) for part in parted(len(windows), WINDOWS))
-    by, on = ([ids for ids, _ in part] for part in (rounding, choosing))
-    return predicted_candidates(run, source_of(run), by, on, tmp_path_factory.mktemp("work"), Notes(SILENT))
+    batches = {name: batches_of(windows[part]) for name, part in zip(PARTS, parted(len(windows), WINDOWS), strict=True)}
+    return predicted_candidates(run, source_of(run), batches, tmp_path_factory.mktemp("work"), Notes(SILENT))
 
 
 @pytest.fixture(scope="module")
-def choosing(run: Run) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    windows = load_tokens(run, run.calibration)
-    return batches_of(windows[parted(len(windows), WINDOWS)[1]])
-
-
-def logits_of_decoded(reference: Reference) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The logits of windows whose second half stands for decoded tokens."""
-
-    def logits(ids: torch.Tensor) -> torch.Tensor:
-        with reference.answering(ids.shape[1] - ids.shape[1] // 2):
-            found: torch.Tensor = reference.model(
-                input_ids=ids, past_key_values=reference.new_cache(), use_cache=True
-            ).logits
-        return found
-
-    return logits
+def choosing(prepared: PredictedCandidates) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return prepared.batches["choosing"]
 
 
 def test_windows_are_shared_out_and_none_serves_twice() -> None:
@@ -98,7 +83,7 @@ def test_divergence_and_rise_are_those_of_two_distributions() -> None:
     """A fair coin against 3 to 1: KL = ½ ln(½ / ¾) + ½ ln(½ / ¼); the second of three tokens is not scored."""
     fair, biased = torch.zeros(1, 3, 2), torch.tensor([[[3.0, 1.0]] * 3]).log()
     ids, scored = torch.tensor([[0, 0, 1]]), torch.tensor([[True, False, True]])
-    found = measure_mixes(lambda _: fair, {"biased": lambda _: biased}, [(ids, scored)], SILENT)["biased"]
+    found = measure_mix(lambda _: fair, lambda _: biased, [(ids, scored)], SILENT, "biased")
     assert found.tokens == [1]
     assert found.kl == pytest.approx([0.5 * torch.tensor(4 / 3).log().item()])
     assert found.rise == pytest.approx([torch.tensor(2.0).log().item()])
@@ -110,21 +95,19 @@ def test_the_model_as_the_run_s_mix_has_it_is_the_checkpoint(
     """Weights exchanged and inputs rounded in the float model, against the reference that reads the checkpoint: they
     part where one code rounds the other way, by little of what the mix loses.
     """
-    notes, checkpoint = Notes(SILENT), logits_of_decoded(load_reference(run.model, "exact", torch.float32))
+    notes, checkpoint = Notes(SILENT), reference_runner(load_reference(run.model, "exact", torch.float32))
     before = prepared.candidates.exact(choosing[0][0])
-    apart = measure_mixes(prepared.candidates.runner(prepared.run_mix), {"file": checkpoint}, choosing, notes)["file"]
+    apart = measure_mix(prepared.candidates.runner(prepared.run_mix), checkpoint, choosing, notes, "file")
     own, as_it_is = (
-        prepared.measured("choosing", prepared.run_mix, choosing, notes),
-        prepared.as_it_is("choosing", choosing, notes),
+        prepared.measured("choosing", prepared.run_mix),
+        prepared.measured("choosing", None),
     )
     assert own.kl_nats == pytest.approx(as_it_is.kl_nats, rel=0.02)
     assert apart.kl_nats < 0.2 * own.kl_nats
     assert torch.equal(prepared.candidates.exact(choosing[0][0]), before)
 
 
-def test_a_group_s_loss_is_predicted_as_it_is_measured(
-    prepared: PredictedCandidates, choosing: list[tuple[torch.Tensor, torch.Tensor]]
-) -> None:
+def test_a_group_s_loss_is_predicted_as_it_is_measured(prepared: PredictedCandidates) -> None:
     wide: dict[str, GroupForm] = dict.fromkeys(prepared.run_mix.forms, "bf16")
     for rounding in ROUNDINGS:
         for form in CANDIDATES:
@@ -132,7 +115,7 @@ def test_a_group_s_loss_is_predicted_as_it_is_measured(
             for name in wide:
                 mix = Mix(wide | {name: form}, rounding, "off")
                 predicted += prepared.losses.total(mix)
-                measured += prepared.measured("choosing", mix, choosing, Notes(SILENT)).kl_nats
+                measured += prepared.measured("choosing", mix).kl_nats
             assert 0.6 < predicted / measured < 1.5, (rounding, form)
 
 
@@ -196,9 +179,9 @@ def test_what_is_applied_is_what_was_measured(tuned: Tuning, run: Run, keeping_g
     from fp8q.validate.accuracy.runtimes import float_model
 
     forward = float_model(exact, torch.float32, "cpu")
-    as_written = logits_of_decoded(reference)
+    as_written = reference_runner(reference)
     batches = batches_of(text.ids, text.scored)
-    written = measure_mixes(lambda ids: forward(ids.numpy()), {"run": as_written}, batches, SILENT)["run"]
+    written = measure_mix(lambda ids: forward(ids.numpy()), as_written, batches, SILENT, "run")
     assert written.kl_nats == pytest.approx(found.measured_kl_nats, rel=0.2)
 
 
