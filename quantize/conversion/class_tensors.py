@@ -24,7 +24,7 @@ from ...calibrate.model.expert_names import Conversions, views
 from ...calibrate.model.gemms import multiplies_as_linear
 from ...core.headers import StoredTensor
 from .model_class import NoClassError, class_model
-from .reasons import CONV1D, EMBEDDING, HEAD, LAYER, TURNED, vocabulary_sizes
+from .reasons import CONV1D, EMBEDDING, HEAD, LAYER, TIED_EMBEDDING, TURNED, vocabulary_sizes
 
 WEIGHT = ".weight"
 #: Conversions of transformers that take the weights of single experts, and leave each as it is.
@@ -121,7 +121,8 @@ class _Judge:
                 return None  # not the class of this file: names decide
             return Judgement(module_name, self._of_linear(module_name, module, operations), place=place)
         if isinstance(module, nn.Embedding):
-            return Judgement(module_name, EMBEDDING, place=place)
+            tied = self.modules.get(self.ties.get(target, "").removesuffix(WEIGHT))
+            return Judgement(module_name, TIED_EMBEDDING if tied in self.heads else EMBEDDING, place=place)
         if isinstance(module, Conv1D):
             return Judgement(module_name, CONV1D, place=place)
         if len(shape) == 3 and not isinstance(module, nn.modules.conv._ConvNd):

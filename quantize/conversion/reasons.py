@@ -7,6 +7,7 @@ from typing import Any
 from ...calibrate.input.untrusted import walk
 
 EMBEDDING = "embedding: its rows are read one by one, and multiplied by nothing"
+TIED_EMBEDDING = "embedding: the output head is tied to it, and its error would go straight into the logits"
 HEAD = "output head: its error would go straight into the logits"
 CONV1D = "Conv1D, stored [in, out], for which Hugging Face has no FP8 form"
 TURNED = "a stack of experts stored [experts, in, out]"

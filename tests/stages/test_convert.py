@@ -391,7 +391,7 @@ def test_what_lies_beside_the_weights_is_copied(sharded: Path, tmp_path: Path) -
         assert (found.path / name).read_bytes() == (sharded / name).read_bytes()
     card = (found.path / "README.md").read_text()
     assert "28 tensors are E4M3 codes" in card
-    assert "- `model.embed_tokens`: embedding: its rows are read one by one" in card
+    assert "- `model.embed_tokens`: embedding: the output head is tied to it" in card
     index = json.loads((found.path / INDEX).read_text())
     assert index["weight_map"].keys() == {name for file in found.path.glob("*.safetensors") for name in load_file(file)}
 
@@ -399,7 +399,7 @@ def test_what_lies_beside_the_weights_is_copied(sharded: Path, tmp_path: Path) -
 def test_the_command_shows_what_is_kept_and_the_proof(demo_checkpoint: Path, tmp_path: Path, fp8q: Fp8q) -> None:
     result = fp8q("convert", demo_checkpoint, "--out", tmp_path / "fp8")
     assert result.code == 0
-    assert "embedding: its rows are read one by one" in result.out
+    assert "embedding: the output head is tied to it" in result.out
     assert "28 tensors of codes in the form dynamic (compressed-tensors)" in result.out
     assert "Proof: every code decoded; the largest error is 0.5 of a step, 5.88% of a value." in result.out
     assert f"next: `fp8q compare {demo_checkpoint} --model " in result.out

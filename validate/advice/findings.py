@@ -29,6 +29,8 @@ IN_BF16 = {
     "k": "keep its layer's cache in BF16 with --kv-skip, or all keys with --kv-cache v",
     "v": "keep its layer's cache in BF16 with --kv-skip, or all with --kv-cache off",
 }
+#: The text for `{better}` in a remedy: a cache has no second codes.
+BETTER = IN_BF16 | {"input": "two codes lose nothing of it: --form 'MODULE=two'"}
 #: The beginning of a remedy where the tensor has no scale yet.
 BEFORE_FP8 = "in BF16; before it goes into FP8: "
 
@@ -135,7 +137,7 @@ CHECKS: dict[Criterion, tuple[Callable[[TensorStatistics, TensorScale], float], 
     criteria.UNDERFLOW: (lambda tensor, scale: scale.underflow, _rounds_to_zero),
     criteria.DB_LOST: (
         lambda tensor, scale: criteria.db_below_best(scale.sqnr_db, scale.sqnr_best_db),
-        lambda scale: "two codes lose nothing of it: --form 'MODULE=two'",
+        lambda scale: "{better}",
     ),
     criteria.OUTLIER_CHANNELS: (
         lambda tensor, scale: outlier_channels(tensor.amax_channels)[1],
@@ -160,7 +162,7 @@ def findings(
     """
     outliers = []
     for name, scale in (chosen_scales(scales, statistics.record.groups) | dict(prospective)).items():
-        in_bf16 = IN_BF16[name.rpartition(".")[2]]
+        kind = name.rpartition(".")[2]
         prefix = BEFORE_FP8 if name in prospective else ""
         if name not in statistics.tensors:
             raise unmeasured(name)
@@ -168,7 +170,7 @@ def findings(
             value = value_of(statistics.tensors[name], scale)
             limit = criterion.limit.watch
             if value > limit:
-                remedy = prefix + remedy_of(scale).format(in_bf16=in_bf16)
+                remedy = prefix + remedy_of(scale).format(in_bf16=IN_BF16[kind], better=BETTER[kind])
                 outliers.append(Outlier(name, criterion.what, value, value / limit, remedy))
     return sorted(outliers, key=lambda outlier: -outlier.severity)
 

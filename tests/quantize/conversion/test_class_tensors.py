@@ -134,6 +134,15 @@ def test_linear_layers_of_the_class_are_coded_and_all_others_declared(family: st
     assert sorted(found.declared) == declared
 
 
+def test_an_embedding_to_which_the_head_is_tied_is_kept_for_the_sake_of_the_logits() -> None:
+    tied, alone = (
+        selected(family).unquantized["model.embed_tokens.weight"]
+        for family in ("LlamaForCausalLM", "GptOssForCausalLM")
+    )
+    assert tied == "embedding: the output head is tied to it, and its error would go straight into the logits"
+    assert alone == "embedding: its rows are read one by one, and multiplied by nothing"
+
+
 def test_experts_are_cut_where_transformers_reads_them_apart() -> None:
     experts = "model.layers.0.mlp.experts"
     found = selected("Qwen3MoeForCausalLM").stacks

@@ -158,6 +158,11 @@ def test_a_cache_in_bf16_is_judged_by_the_scale_that_it_would_have() -> None:
         "in BF16; before it goes into FP8: harmless while little underflows; else keep its layer's cache in BF16 with "
         "--kv-skip, or all keys with --kv-cache v"
     )
+    clipped = findings(measured, wide, prospective_scales(measured, wide, Clipping(margin=-1)))
+    lost = {finding.tensor: finding.remedy for finding in clipped if finding.what.startswith("dB of signal")}
+    assert lost["0.v"] == (
+        "in BF16; before it goes into FP8: keep its layer's cache in BF16 with --kv-skip, or all with --kv-cache off"
+    )
     assert bf16_cache_rows(measured, prospective)[0].underflow == 0.75
     values = Scales(weights={}, activations={}, kv_cache=kv_cache_scales(measured, Clipping(), "v"), skipped={})
     assert prospective_scales(measured, values, Clipping()).keys() == {"0.k"}
