@@ -192,8 +192,8 @@ def round_weights(
                     reached = of_form is not None and moments_file(of_form.folder, name).is_file()
                     sources = (GptqCodes(scaling, of_form),) if reached and of_form else ()
                     read = partial(weight_rows, gemms[module])
-                    rounding = Rounding(scaling, sources, device=str(candidates.model.device))
-                    weight = rounding.quantized(FloatWeight(module, read))
+                    ordered = Rounding(scaling, sources, device=str(candidates.model.device))
+                    weight = ordered.quantized(FloatWeight(module, read))
                     assert isinstance(weight, QuantizedWeight), "scales.json says that it was quantized"
                     rounded.add(module, weight)
                 advance(1)
