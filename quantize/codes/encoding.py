@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from .formats import E4M3, TWO_TERMS
+from ...options import ScaleGrid
+from .formats import E4M3, TWO_TERMS, Grid
 
 CODE = torch.float8_e4m3fn
 #: `calibrate.model.launching.launched`: takes the device, the kernel's work, and the same by torch's operations.
@@ -20,6 +21,14 @@ _SMALLEST_NORMAL = (127 + 1 - E4M3.bias) << 23
 FEW = 4096
 #: Added to the bits of a power of two, this multiplies it by 1.5 · 2^(23 - mantissa bits).
 _STEPS = ((23 - E4M3.mantissa_bits) << 23) + (1 << 22)
+
+
+def scales_of(amax: torch.Tensor, format: Grid, grid: ScaleGrid = "bf16") -> torch.Tensor:
+    """The scales on `grid` of `amax` float32, of its shape and on its device: what `clip.scale_of` gives."""
+    largest = torch.full((), format.clip, device=amax.device)  # a GPU multiplies by the inverse of a number of Python's
+    bits = (amax / largest).view(torch.int32)
+    step = 0x10000 if grid == "bf16" else 0x800000
+    return ((bits + (step - 1)) & -step).view(torch.float32)
 
 
 def encode(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -14,13 +14,13 @@ import torch
 
 from ...options import ScaleGrid, WeightRounding
 from ..codes.blocks import SIDE, block_values, spread_scales, weight_blocks
-from ..codes.encoding import ENCODERS
+from ..codes.encoding import ENCODERS, scales_of
 from ..codes.formats import E4M3, Grid
 from ..scales.clip import SMALLEST_SCALE, ratio_db
 from ..scales.decisions import INHERITED, HeldOutError, Skipped, WeightScales
 from .gptq import Compensation, gptq_codes
 from .held_out import LEAST, compared_with_nearest
-from .mse import mse_scales, scales_of
+from .mse import mse_scales
 from .no_waiting import certainly, on_host
 
 WeightMethod = Literal["amax", "mse"]

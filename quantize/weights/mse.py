@@ -36,7 +36,8 @@ from torch.nn.functional import embedding_bag
 
 from ...calibrate.measure.histogram import magnitudes
 from ...options import ScaleGrid
-from ..codes.formats import E4M3, Grid
+from ..codes.encoding import scales_of
+from ..codes.formats import E4M3
 from ..scales.clip import scale_of
 from .no_waiting import on_host
 
@@ -104,14 +105,6 @@ def error_table(device: torch.device = torch.device("cpu"), grid: ScaleGrid = "b
     octaves = torch.ldexp(torch.ones(middle), 2 * torch.arange(1 - middle, 1))
     folded = error[-(TOP + 1) * OCTAVE :]
     return ErrorTable(torch.from_numpy(candidates), folded, error[: BOTTOM * OCTAVE], octaves)
-
-
-def scales_of(amax: torch.Tensor, format: Grid, grid: ScaleGrid = "bf16") -> torch.Tensor:
-    """The scales on `grid` of `amax` float32, of its shape and on its device: what `clip.scale_of` gives."""
-    largest = torch.full((), format.clip, device=amax.device)  # a GPU multiplies by the inverse of a number of Python's
-    bits = (amax / largest).view(torch.int32)
-    step = 0x10000 if grid == "bf16" else 0x800000
-    return ((bits + (step - 1)) & -step).view(torch.float32)
 
 
 def mse_scales(weight: torch.Tensor, grid: ScaleGrid = "bf16") -> torch.Tensor:

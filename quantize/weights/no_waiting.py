@@ -28,9 +28,8 @@ def factor_in_place(matrix: torch.Tensor) -> None:
     if on_host(matrix):
         torch.linalg.cholesky(matrix, out=matrix)
         return
-    columns = (
-        matrix.mT
-    )  # as LAPACK lays matrices out, so that none is copied; its upper factor is the lower one of rows
+    # as LAPACK lays matrices out, so that none is copied; its upper factor is the lower one of rows
+    columns = matrix.mT
     failed = torch.empty((), dtype=torch.int32, device=matrix.device)
     torch.linalg.cholesky_ex(columns, upper=True, out=(columns, failed))
     matrix.diagonal().add_(torch.where(failed == 0, 0.0, torch.nan))

@@ -12,6 +12,7 @@ from fake_device import Counted, fake_device, numbers
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from fp8q.options import WeightMethod
+from fp8q.quantize.codes.encoding import scales_of
 from fp8q.quantize.codes.formats import E4M3, INT8
 from fp8q.quantize.scales.decisions import WeightScales
 from fp8q.quantize.sensitivity.gptq_prediction import Unexplained, share_left
@@ -25,7 +26,7 @@ from fp8q.quantize.weights.channels import (
     weight_facts,
 )
 from fp8q.quantize.weights.gptq import BLOCK, PASSES, Compensation, compensation, gptq_codes
-from fp8q.quantize.weights.mse import mse_scale, mse_scales, scales_of
+from fp8q.quantize.weights.mse import mse_scale, mse_scales
 from fp8q.quantize.weights.no_waiting import factor_in_place
 from fp8q.quantize.weights.ridge_target import MomentSums, ridge_targets
 
