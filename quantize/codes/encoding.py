@@ -5,10 +5,10 @@ GPU, where Triton's kernels start, one kernel encodes an activation (`kernels`).
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
-from ...options import ScaleGrid
 from .formats import E4M3, TWO_TERMS, Grid
 
 CODE = torch.float8_e4m3fn
@@ -23,7 +23,7 @@ FEW = 4096
 _STEPS = ((23 - E4M3.mantissa_bits) << 23) + (1 << 22)
 
 
-def scales_of(amax: torch.Tensor, format: Grid, grid: ScaleGrid = "bf16") -> torch.Tensor:
+def scales_of(amax: torch.Tensor, format: Grid, grid: Literal["bf16", "power-of-two"] = "bf16") -> torch.Tensor:
     """The scales on `grid` of `amax` float32, of its shape and on its device: what `clip.scale_of` gives."""
     largest = torch.full((), format.clip, device=amax.device)  # a GPU multiplies by the inverse of a number of Python's
     bits = (amax / largest).view(torch.int32)

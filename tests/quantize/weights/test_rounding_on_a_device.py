@@ -189,7 +189,7 @@ def test_what_is_done_on_a_device_gives_the_hosts_codes(method: WeightMethod, mo
         scale = channel_scales(dense, method)
         assert scale is not None
         made = [scale, gptq_codes(dense, scale, compensation(moments, 0.01)), mse_scale(weights).float()]
-        blocks = block_scales(dense, method)
+        blocks = block_scales(dense, method, "bf16")
         assert blocks is not None
         results.append([*made, blocks, weight_facts(dense, made[1], scale)])
         zeros = WeightScaling(method, {"q": 0.5}).scale("q", weights[1])
