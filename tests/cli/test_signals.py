@@ -35,7 +35,7 @@ from fp8q.core.run_writer import RunWriter
 from fp8q.core.undo import undoing
 
 def ready():
-    os.write(1, b"ready\\n")  # no stream of Python's, which a handler may not enter twice
+    os.write(sys.stdout.fileno(), b"ready\\n")  # no stream of Python's, which a handler may not enter twice
     for _ in range(600):
         time.sleep(0.05)
 
@@ -68,7 +68,7 @@ def where_standard_error_is_muted():
 
 def slow_to_undo():
     def undo():
-        os.write(1, b"undoing\\n")
+        os.write(sys.stdout.fileno(), b"undoing\\n")
         time.sleep(60)
     with undoing(undo):
         ready()
