@@ -88,8 +88,7 @@ BY_HAND: Mapping[str, str] = {
         "../shared/data/wikitext-2-raw-test.txt"
     ),
     "convert": "convert.py",
-    "decoded_windows": "decoded_windows.py",
-    "plan": "plan.py",
+    "decoded_windows": "decoded_windows.py --windows 8 --context 192 --prompt 128",
     "convert_classes": "convert_classes.py",
     "mxfp8": "mxfp8.py",
     "weight_levers": "weight_levers.py smollm2 --rows '^(nearest|gptq, (16|256|the))'",

@@ -49,6 +49,8 @@ They write nothing into a run:
     lint             an ONNX file, a Triton repository, a checkpoint or all of a run against the rules
 
     cpu_time         the seconds of a token on this CPU, by those of calibrating
+    plan             time, memory and disk of each stage of a run, before the first begins
+    plan_rates       the pace of this machine, by a few tokens and GEMMs
 
 They join stages:
 

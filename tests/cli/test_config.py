@@ -224,6 +224,7 @@ def test_the_file_that_repeats_a_command_says_what_was_left_to_a_default(fp8q: F
         "# weight-rounding: as the run has it",
         "# weigh-first-token: as the run has it",
         "# form: as the run has it",
+        "# block-scale-grid: as the run has it",
         "# activation-terms: as the run has it",
         "# exact-tail: as the run has it",
         "# two-terms: as the run has it",

@@ -34,6 +34,7 @@ REQUIRED_FACTS: dict[Any, Any] = {str: "text", int: 48, float: 0.01}
 COMPANIONS: dict[str, dict[str, Any]] = {
     **{name: {"method": field.of} for name, field in Clipping.declared().items() if field.of},
     "exact_tail": {"activation_terms": "tail"},
+    "block_scale_grid": {"form": ("block",)},
     "kv_skip": {"kv_cache": "fp8"},
     "kv_scale": {"kv_cache": "fp8"},
     "q_scale": {"kv_cache": "fp8"},

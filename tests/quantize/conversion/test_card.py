@@ -22,4 +22,4 @@ def test_a_class_that_loads_no_fp8_is_said_to_readers_of_the_card() -> None:
 def test_a_reason_names_four_modules_and_counts_the_rest() -> None:
     kept = ", ".join(f"`model.layers.{index}.norm`" for index in range(4))
     assert f"- {kept} and 2 more: is a norm\n" in text(None)
-    assert "error is 0.25 of a step between codes, and 3.12% of a value." in text(None)
+    assert "the largest error is 0.25 of a step\nbetween codes, and 3.12% of a value." in text(None)
