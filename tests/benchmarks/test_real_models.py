@@ -126,7 +126,7 @@ def test_the_weights_of_a_checkpoint_are_within_half_a_step_of_the_original_s(
     with safe_open(demo_checkpoint / "model.safetensors", "pt") as file:
         for module, values in weights.items():
             original = file.get_tensor(f"{module}.weight").float()
-            # half of a subnormal's, under the scale of the whole tensor, which as a power of two is up to twice as large
+            # half of a subnormal's, under the scale of the whole tensor, a power of two up to twice as large
             step = original.abs().amax() / 448 * 2**-9
             assert ((values - original).abs() <= original.abs() / 16 + step).all(), module
 
