@@ -15,7 +15,7 @@ READERS: Mapping[str, tuple[str, Kind | Literal["every"]]] = {
     "one": ("`one`", "one"),
     "one, tensor weights": ("`one`, `--weight-scale tensor`", "one"),
     "dynamic": ("`dynamic`", "dynamic"),
-    "block": ("`block`, as `convert` rounds", "block"),
+    "block": ("`block`, `--block-scale-grid bf16`", "block"),  # measured before powers of two
     "two": ("`two`, by `fp8q-vllm` in vLLM", "two"),
     "bf16": ("`bf16`: weights alone", "bf16"),
 }
