@@ -7,15 +7,13 @@ scales are powers of two (UE8M0): that of a group is rounded up, and a weight wh
 
 import torch
 
-from .encoding import code_values
+from .encoding import code_values, scales_of
 from .formats import E4M3
 
 #: Rows and columns of a block, and values of a group.
 SIDE = 128
 #: The smallest amax of a group.
 LEAST_AMAX = 1e-10
-#: The bits of an FP32 number's fraction, which are zeros in a power of two.
-FRACTION = (1 << 23) - 1
 
 
 def spread_scales(scale: torch.Tensor, rows: slice, columns: int) -> torch.Tensor:
@@ -41,9 +39,8 @@ def group_values(x: torch.Tensor, powers: bool) -> torch.Tensor:
     """
     width = x.shape[-1]
     groups = torch.nn.functional.pad(x.float(), (0, -width % SIDE)).unflatten(-1, (-1, SIDE))
-    scales = groups.abs().amax(-1, keepdim=True).clamp_min_(LEAST_AMAX).div_(E4M3.max)
-    if powers:
-        scales = scales.view(torch.int32).add_(FRACTION).bitwise_and_(~FRACTION).view(torch.float32)
+    amax = groups.abs().amax(-1, keepdim=True).clamp_min_(LEAST_AMAX)
+    scales = scales_of(amax, E4M3, "power-of-two") if powers else amax.div_(E4M3.max)
     values: torch.Tensor = code_values(groups, scales).mul_(scales)
     return values.flatten(-2)[..., :width]
 

@@ -85,11 +85,13 @@ def _in_blocks(checkpoint: Checkpoint) -> list[Codes]:
 
 
 def _scales(checkpoint: Checkpoint, codes: Codes) -> Float32s:
-    """Read the scales of `codes`, float32 [blocks, blocks]; InputError for one that is not positive and finite."""
+    """Read the scales of `codes`, float32 [blocks, blocks]; InputError for one that is negative or not finite. A block
+    of zeros may have 0.
+    """
     values = checkpoint.scales(codes)
-    if not (values > 0).all() or values.max() == float("inf"):
+    if not (values >= 0).all() or values.max() == float("inf"):
         raise InputError(
-            codes.scale or codes.weight, "has a scale that is not positive and finite", "copy or download it again"
+            codes.scale or codes.weight, "has a scale that is negative or not finite", "copy or download it again"
         )
     return values
 

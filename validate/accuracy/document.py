@@ -297,6 +297,12 @@ def load_divergences(run: Run) -> dict[str, npt.NDArray[np.float32]]:
     return {name.removesuffix(KL): values for name, values in _load(run).items() if name.endswith(KL)}
 
 
+def _of_today(name: str) -> str:
+    """The name of today of an array in `tokens.npz`."""
+    runtime = name.removesuffix(KL)
+    return FORMER.get(runtime, runtime) + name[len(runtime) :]
+
+
 def _load(run: Run) -> dict[str, npt.NDArray[np.float32]]:
     """Read and check `tokens.npz`: it has every runtime of `accuracy.json` and no other, and every array has the
     protocol's tokens, in the same places, unless `accuracy.json` says that its runtime ran some windows only, or is not
@@ -305,7 +311,7 @@ def _load(run: Run) -> dict[str, npt.NDArray[np.float32]]:
     path = run.require(run.tokens, "validate")
     again = "restore it, or run `fp8q validate` again"
     arrays = read_arrays(path, "losses of tokens", again)
-    stored = {FORMER.get(name, name): values for name, values in arrays.items()}
+    stored = {_of_today(name): values for name, values in arrays.items()}
     accuracy = load_accuracy(run)
     partial = {f"{name}{suffix}" for suffix, evaluated in accuracy.with_adapters() for name in evaluated.in_part}
     with reading(path, "losses of tokens", again):

@@ -17,6 +17,7 @@ from fp8q.stages.convert import convert
 
 from ..reading import fp8_checkpoints
 
+Q = "model.layers.0.self_attn.q_proj"
 BLOCK = ConvertOptions(form="block", threads=1)
 SINGLE, INDEX = fp8_checkpoints.SINGLE, "model.safetensors.index.json"
 
@@ -85,6 +86,17 @@ def test_scales_may_lie_in_another_file_than_their_codes(source: Path, tmp_path:
     )
 
 
+def test_a_block_of_zeros_may_have_a_scale_of_zero(source: Path, tmp_path: Path) -> None:
+    tensors = load_file(source / SINGLE)
+    tensors[f"{Q}.weight"].view(torch.uint8)[:128, :128] = 0
+    tensors[f"{Q}.weight_scale_inv"][0, 0] = 0
+    save_file(tensors, source / SINGLE, {"format": "pt"})
+    convert(str(source), tmp_path / "out", BLOCK, SILENT)
+    after = load_file(tmp_path / "out" / SINGLE)
+    assert after[f"{Q}.weight_scale_inv"][0, 0] == torch.finfo(torch.float32).tiny
+    assert not after[f"{Q}.weight"].view(torch.uint8)[:128, :128].any()
+
+
 def powers(folder: Path) -> None:
     tensors = load_file(folder / SINGLE)
     for name, tensor in tensors.items():
@@ -103,20 +115,17 @@ def set_value(ending: str, value: float) -> Callable[[Path], None]:
     return change
 
 
-Q = "model.layers.0.self_attn.q_proj"
-
-
 @pytest.mark.parametrize(
     ("change", "options", "fault"),
     [
         (powers, BLOCK, "has powers of two for the scales of its blocks already; serve it as it is"),
-        (set_value("q_proj.weight_scale_inv", 0.0), BLOCK, "has a scale that is not positive and finite"),
+        (set_value("q_proj.weight_scale_inv", -1.0), BLOCK, "has a scale that is negative or not finite"),
         (set_value("q_proj.weight", float("nan")), BLOCK, f"{Q}.weight: holds 1 NaN and 0 Inf"),
         (None, ConvertOptions(form="block", layout="compressed-tensors"), "is in the layout fp8"),
         (None, ConvertOptions(form="block", skip=("*",)), "--skip: chooses what is quantized and how"),
         (None, ConvertOptions(), r"is quantized already \(fp8\)"),
     ],
-    ids=["powers", "zero", "nan", "layout", "skip", "dynamic"],
+    ids=["powers", "negative", "nan", "layout", "skip", "dynamic"],
 )
 def test_what_cannot_be_scaled_again_is_refused(
     change: Callable[[Path], None] | None, options: ConvertOptions, fault: str, source: Path, tmp_path: Path
