@@ -104,10 +104,10 @@ def remembered(forward: AnyForward) -> AnyForward:
         key = ids.tobytes()
         if key not in pieces:
             logits = forward(ids)
-            whole = (LogitsPart(logits, slice(0, len(ids))),)
+            all_rows = (LogitsPart(logits, slice(0, len(ids))),)
             pieces[key] = [
                 replace(piece, logits=torch.as_tensor(piece.logits).clone())
-                for piece in (logits if isinstance(logits, Iterator) else whole)
+                for piece in (logits if isinstance(logits, Iterator) else all_rows)
             ]
         return iter(pieces[key])
 

@@ -128,7 +128,7 @@ def main() -> int:
     head = described("rounding_launches")
     known: dict[str, dict[str, object]] = {}
     models = {name: summed(MODELS[name], layer(MODELS[name], known)) for name in options.models}
-    fits = all(int(str(found["peak_bytes"])) <= 24e9 for found in models.values())
+    fits = all(int(str(counted["peak_bytes"])) <= 24e9 for counted in models.values())
     return publish(
         head, {"models": models, "launch_s": LAUNCH_S, "limit_peak_bytes": 24e9, "passed": fits}, options.save
     )

@@ -36,7 +36,7 @@ def measure(setting: Setting, part: Part) -> None:
             kind = Kind("an input", 20, group.width**2 * sum(group.outputs))
             work = partial(one_input, name, group, setting, part)
             layer.append(part.step(setting, f"{name}, {group.width}", work, kind))
-        took = [each for each in layer if each is not None]
+        took = [step_seconds for step_seconds in layer if step_seconds is not None]
         total = model.layers * sum(took) if len(took) == len(layer) else None
         gpus = setting.pick({"8B": 1, "70B": 8}, {"8B": 1})[name]
         part.target(f"{name}: seconds of rounding on {gpus} GPU", total and total / gpus, limits[name])
@@ -114,4 +114,4 @@ def waits(setting: Setting, part: Part) -> None:
             rounded(dense, compensation(h, 0.001))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    part.target("waits within a weight", sum("synchronizing" in str(each.message) for each in warned), 0)
+    part.target("waits within a weight", sum("synchronizing" in str(warning.message) for warning in warned), 0)

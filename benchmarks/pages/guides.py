@@ -201,13 +201,13 @@ def convert_classes() -> str:
 def real_sizes() -> str:
     """What each command took for the largest of the models that people know, beside the bytes of its checkpoint."""
     result = load("real_sizes_qwen_coder")
-    (found,) = result["results"].values()
+    (model,) = result["results"].values()
     rows = []
-    for command, figures in found["commands"].items():
+    for command, figures in model["commands"].items():
         minutes = figures["processor_seconds"] / 60
         rows.append([f"`fp8q {command}`", gb(figures["peak_anonymous_bytes"]), f"{minutes:.1f} min"])
     tokens = f"{result['samples']} windows of {result['seq_len']} tokens"
-    return table([f"{gb(found['checkpoint_bytes'])} of weights, {tokens}", "memory", "processor time"], rows)
+    return table([f"{gb(model['checkpoint_bytes'])} of weights, {tokens}", "memory", "processor time"], rows)
 
 
 ONE_GPU, MEMORY, CONVERT, CLASSES = (llama_on_one_gpu,), (streaming, real_sizes), (convert_seconds,), (convert_classes,)

@@ -28,17 +28,6 @@ def source(demo_checkpoint: Path, tmp_path: Path) -> Path:
     return fp8_checkpoints.fine_grained(demo_checkpoint, tmp_path / "source")
 
 
-def rounded_by_vllm(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Values of codes rounded a second time, block by block, under the least power of two that saturates nothing."""
-    values = block_values(codes, scale)
-    for top in range(0, len(values), 128):
-        for left in range(0, values.shape[1], 128):
-            block = values[top : top + 128, left : left + 128]
-            power = torch.exp2(torch.ceil(torch.log2(block.abs().amax().clamp_min(1e-10) / 448)))
-            values[top : top + 128, left : left + 128] = (block / power).to(torch.float8_e4m3fn).float() * power
-    return values
-
-
 def assert_rescaled(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
     assert before.keys() == after.keys()
     coded = 0
@@ -46,7 +35,7 @@ def assert_rescaled(before: dict[str, torch.Tensor], after: dict[str, torch.Tens
         if name.endswith("_scale_inv"):
             assert (after[name].frexp().mantissa == 0.5).all()
         elif f"{name}_scale_inv" in before:
-            expected = rounded_by_vllm(tensor, before[f"{name}_scale_inv"])
+            expected = fp8_checkpoints.rounded_again(block_values(tensor, before[f"{name}_scale_inv"]))
             assert torch.equal(block_values(after[name], after[f"{name}_scale_inv"]), expected), name
             coded += 1
         else:

@@ -34,6 +34,17 @@ def codes_of(weight: torch.Tensor, scales: torch.Tensor, rows: int, columns: int
     return (weight.float() / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
+def rounded_again(values: torch.Tensor) -> torch.Tensor:
+    """What vLLM makes of a weight for DeepGEMM: blocks under the least power of two that saturates nothing."""
+    made = torch.zeros_like(values)
+    for top in range(0, len(values), 128):
+        for left in range(0, values.shape[1], 128):
+            block = values[top : top + 128, left : left + 128]
+            power = torch.exp2(torch.ceil(torch.log2(block.abs().amax().clamp_min(1e-10) / 448)))
+            made[top : top + 128, left : left + 128] = (block / power).to(torch.float8_e4m3fn).float() * power
+    return made
+
+
 def quantized(
     source: Path, folder: Path, scaled: Callable[[torch.Tensor], Tensors], quantization_config: dict[str, Any]
 ) -> Path:

@@ -39,6 +39,8 @@ from fp8q.stages.shared import sources
 from fp8q.validate.report.report import render
 from fp8q.validate.report.rows import module_rows
 
+from ..reading.fp8_checkpoints import rounded_again
+
 LAYER = "model.layers.0"
 #: The fixture `rescaled_layer`.
 RescaledLayer = Callable[..., Run]
@@ -121,17 +123,6 @@ def test_a_group_is_what_its_values_round_to_under_the_least_power_that_saturate
         power /= 2
     oracle = (x[0].numpy().astype(np.float64) / power).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * power
     assert group_values(x, powers=True)[0].double().tolist() == oracle.tolist()
-
-
-def rounded_again(values: torch.Tensor) -> torch.Tensor:
-    """What vLLM makes of a weight for DeepGEMM: blocks under the least power of two that saturates nothing."""
-    made = torch.zeros_like(values)
-    for top in range(0, len(values), 128):
-        for left in range(0, values.shape[1], 128):
-            block = values[top : top + 128, left : left + 128]
-            power = torch.exp2(torch.ceil(torch.log2(block.abs().amax().clamp_min(1e-10) / 448)))
-            made[top : top + 128, left : left + 128] = (block / power).to(torch.float8_e4m3fn).float() * power
-    return made
 
 
 @pytest.mark.parametrize("method", ["amax", "mse"])

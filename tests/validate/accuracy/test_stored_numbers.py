@@ -17,7 +17,14 @@ from fp8q.core.files import sha256_file, write_document
 from fp8q.core.record import RunRecord, StageRecord
 from fp8q.core.run import Run
 from fp8q.stages.corpus import load_tokens, save_tokens
-from fp8q.validate.accuracy.document import Accuracy, NotFinite, RuntimeAccuracy, load_token_losses, save_accuracy
+from fp8q.validate.accuracy.document import (
+    Accuracy,
+    NotFinite,
+    RuntimeAccuracy,
+    load_divergences,
+    load_token_losses,
+    save_accuracy,
+)
 from fp8q.validate.accuracy.log_probabilities import check_logprobs
 from fp8q.validate.accuracy.top_logits import load_top_logits
 
@@ -196,6 +203,19 @@ def test_losses_that_cannot_be_are_refused(case: str, run: Run) -> None:
     with pytest.raises(InputError) as refused:
         load_token_losses(run)
     assert str(refused.value) == f"{run.tokens}: does not read as losses of tokens ({why}); {AGAIN}"
+
+
+def test_losses_and_divergences_under_a_former_name_are_read(run: Run) -> None:
+    accuracy = Accuracy.model_validate_json(run.accuracy.read_bytes())
+    runtimes = {"source" if name == "reference" else name: runtime for name, runtime in accuracy.runtimes.items()}
+    write_document(run.accuracy, accuracy.model_copy(update={"runtimes": runtimes}))
+
+    def rename(arrays: Arrays) -> None:
+        arrays.update({"source": arrays.pop("reference"), "source.kl": arrays.pop("reference.kl")})
+
+    changed(run, run.tokens, rename)
+    assert [*load_token_losses(run)] == ["bf16", "original"]
+    assert [*load_divergences(run)] == ["original"]
 
 
 def test_a_runtime_that_is_said_to_be_broken_is_left_out(run: Run) -> None:
