@@ -37,6 +37,7 @@ from .options import (
     LintOptions,
     PairOptions,
     PushOptions,
+    QuantizeOptions,
     ReportOptions,
     RescaleOptions,
     RunOptions,
@@ -62,7 +63,7 @@ from .validate.advice.training_checks import TrainingInspection, training_checku
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from .core.columns import Table as Table
     from .export.engine.info import EngineInfo as EngineInfo
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from .stages.lint import LintedRun as LintedRun
     from .stages.load import FloatType as FloatType
     from .stages.load import GemmMode as GemmMode
+    from .stages.loaded_model import Texts as Texts
     from .stages.push import Pushed as Pushed
     from .validate.accuracy.continuations import Continuations as Continuations
     from .validate.accuracy.document import Accuracy as Accuracy
@@ -97,14 +99,14 @@ __all__ = [
     "E4M3", "E4M3FNUZ", "E5M2", "BackendError", "BenchOptions", "CalibrateOptions", "Clipping", "CompareOptions",
     "ConvertOptions", "DistillOptions", "DoctorOptions", "EngineOptions", "EvaluateOptions", "ExportOptions", "Format",
     "Fp8qError", "GateError", "GenerateOptions", "GradientFormat", "Histogram", "InputError", "Inspection",
-    "LintOptions", "PairOptions", "PushOptions", "ReportOptions", "RescaleOptions", "RunOptions", "ScaleOptions",
-    "SensitivityOptions", "ServeOptions", "TrainingInspection", "TritonOptions", "TuneOptions", "UnfinishedError",
-    "ValidateOptions", "WatchOptions", "bench", "build_engine", "calibrate", "chat", "compare", "compare_answers",
-    "compare_checkpoints", "compare_endpoint", "convert", "distill", "doctor", "engine", "evaluate", "export",
-    "generate", "inspect", "inspect_training", "lint", "load", "load_scales", "load_statistics", "magnitudes", "merge",
-    "open_run", "push", "report", "report_continuations", "report_plots", "report_tables", "report_training",
-    "report_verdict", "run", "saturation", "scale_of", "scales", "sensitivity", "serve", "sqnr_db", "squared_error",
-    "tensor_scale", "triton", "tune", "underflow", "validate", "watch",
+    "LintOptions", "PairOptions", "PushOptions", "QuantizeOptions", "ReportOptions", "RescaleOptions", "RunOptions",
+    "ScaleOptions", "SensitivityOptions", "ServeOptions", "TrainingInspection", "TritonOptions", "TuneOptions",
+    "UnfinishedError", "ValidateOptions", "WatchOptions", "bench", "build_engine", "calibrate", "chat", "compare",
+    "compare_answers", "compare_checkpoints", "compare_endpoint", "convert", "distill", "doctor", "engine", "evaluate",
+    "export", "generate", "inspect", "inspect_training", "lint", "load", "load_scales", "load_statistics", "magnitudes",
+    "merge", "open_run", "push", "quantize", "report", "report_continuations", "report_plots", "report_tables",
+    "report_training", "report_verdict", "run", "saturation", "scale_of", "scales", "sensitivity", "serve", "sqnr_db",
+    "squared_error", "tensor_scale", "triton", "tune", "underflow", "validate", "watch",
 ]  # fmt: skip
 
 
@@ -125,6 +127,7 @@ RETURNED = {
     "LintedRun": ".stages.lint",
     "FloatType": ".stages.load",
     "GemmMode": ".stages.load",
+    "Texts": ".stages.loaded_model",
     "Pushed": ".stages.push",
     "Continuations": ".validate.accuracy.continuations",
     "Accuracy": ".validate.accuracy.document",
@@ -167,6 +170,29 @@ def calibrate(
 
         chosen = RunOptions(*with_settings_of_both(options, export_options, settings))
         return calibrate(run, notes, calibration_of(model, data, eval_data, chosen))
+
+
+def quantize(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", texts: "Texts", out: str | Path,
+    options: QuantizeOptions = QuantizeOptions(), progress: Reporter = LOGGED,
+    **settings: "Unpack[keywords.QuantizeSettings]",
+) -> Run:  # fmt: skip
+    """Calibrate a `model` that is loaded, as `calibrate` does one in files, into the run directory `out`; `load(out)`
+    gives the FP8 model back.
+
+    `texts`: a list of documents, of lists of token ids, or of chats (with `chat_template=True`), what a tokenizer
+    returned, or a `datasets.Dataset`; of a `datasets.DatasetDict` the split `train` is calibrated on, and `validation`
+    or `test` evaluated on. Model and texts are written into the run, below `loaded/`: that takes the size of the model
+    on disk, and the run needs nothing else later. The model stays as it is; calibration loads another, so leave room
+    for it on a GPU.
+
+    Raises InputError, before anything is written, for a model that is quantized already, has adapters, hooks or
+    offloaded weights, and in several processes.
+    """
+    with run_into(out, progress) as (run, notes):
+        from .stages.loaded_model import InMemory, quantize_loaded
+
+        return quantize_loaded(run, notes, InMemory(model, tokenizer, texts), with_settings(options, settings))
 
 
 def convert(

@@ -12,6 +12,8 @@ from .files import PARTIAL
 LOCK = ".lock"
 #: The ending of the folder with which a killed stage goes on.
 WORK = ".work"
+#: The folder of the model and the texts that a caller had in memory.
+LOADED = "loaded"
 #: The model card in a checkpoint. It is no output in a stage's record: nothing reads it but people, who may edit it.
 CARD = "README.md"
 #: The file names of the graph, and of the same graph computing in FP32.
@@ -43,6 +45,9 @@ class RunFiles:
     root: Path
 
     record_file = _Path("run.json")
+    loaded_model = _Path(f"{LOADED}/model")
+    loaded_texts = _Path(f"{LOADED}/texts")
+    loaded_eval_texts = _Path(f"{LOADED}/eval_texts")
     calibration = _Path("calibration.npz")
     evaluation = _Path("evaluation.npz")
     statistics = _Path("statistics.safetensors")
@@ -82,5 +87,7 @@ class RunFiles:
 
 
 def is_of_a_run(path: Path) -> bool:
-    """Tell whether `path` is a file that a run may have before its record: a lock, or what a killed call left."""
-    return path.name == LOCK or (path.name.startswith(".") and path.name.endswith((PARTIAL, WORK)))
+    """Tell whether `path` is a file that a run may have before its record: a lock, what was loaded, or what a killed
+    call left.
+    """
+    return path.name in (LOCK, LOADED) or (path.name.startswith(".") and path.name.endswith((PARTIAL, WORK)))

@@ -175,7 +175,7 @@ def parameters(value: Any) -> Iterator[str]:
     for parameter in inspect.signature(value).parameters.values():
         if parameter.default is parameter.empty:
             yield parameter.name
-        elif isinstance(parameter.default, Options | api.RunOptions):
+        elif isinstance(parameter.default, Options | api.RunOptions | api.QuantizeOptions):
             yield f"{parameter.name}={type(parameter.default).__name__}()"
         elif parameter.default is LOGGED or parameter.default is SILENT:
             yield f"{parameter.name}={'LOGGED' if parameter.default is LOGGED else 'SILENT'}"

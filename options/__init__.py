@@ -42,7 +42,7 @@ from .export import (
 )
 from .form import AT_RUN_TIME, BF16, BLOCK, DEFAULT_EXACT_TAIL, DYNAMIC, ONE, TWO, Form, FormRule, Kind
 from .limits import VerdictLimits
-from .run import RunOptions
+from .run import QuantizeOptions, RunOptions
 from .scales import AS_THE_RUN_HAS_IT, KvCache, RescaleOptions, ScaleOptions, Terms, WeightMethod, WeightRounding
 from .serve import BenchOptions, GenerateOptions, PushOptions, ServeOptions, TritonOptions, model_name
 from .validate import (
@@ -130,6 +130,7 @@ __all__ = [
     "Prefer",
     "Preset",
     "PushOptions",
+    "QuantizeOptions",
     "ReportOptions",
     "RescaleOptions",
     "RunOptions",

@@ -297,6 +297,61 @@ class PushSettings(TypedDict, total=False):
     revision: str | None
 
 
+class QuantizeSettings(TypedDict, total=False):
+    """Options of `fp8q.api.quantize`."""
+
+    calibrate: CalibrateOptions
+    clip: Clipping
+    method: Literal["amax", "percentile", "mse", "entropy", "delayed"]
+    percentile: float
+    margin: int
+    scale_grid: Literal["bf16", "power-of-two"]
+    amax_history_len: int
+    amax_compute_algo: Literal["max", "most_recent"]
+    interval: int
+    weight_method: Literal["amax", "mse"]
+    weight_scale: Literal["channel", "tensor"]
+    kv_cache: Literal["off", "v", "fp8"]
+    kv_scale: Literal["tensor", "head"]
+    kv_skip: Sequence[str]
+    skip: Sequence[str]
+    only: Sequence[str]
+    bf16_weights: float | str
+    q_scale: bool
+    weight_rounding: Literal["nearest", "gptq", "sequential"]
+    weigh_first_token: bool
+    form: Sequence[str]
+    block_scale_grid: Literal["bf16", "power-of-two"]
+    activation_terms: Literal[1, 2, "tail", "bf16"]
+    exact_tail: int
+    two_terms: Sequence[str]
+    tail: Sequence[str]
+    bf16_input: Sequence[str]
+    inherit: bool
+    min_expert_tokens: int
+    samples: int | None
+    seq_len: int | None
+    chat_template: bool
+    bos: Literal["auto", "never"]
+    allow_overlap: bool
+    seed: int | None
+    revision: str | None
+    trust_remote_code: bool
+    adapter: Sequence[str | Path]
+    adapter_mode: Literal["merge", "beside"]
+    batch_size: int
+    stream: bool | None
+    all_experts: bool
+    batches: tuple[int, int] | str | None
+    export: ExportOptions
+    dtype: Literal["bf16", "fp16"]
+    precision: Literal["fp8", "bf16", "int8"]
+    attention: Literal["wide", "fp8"]
+    logits: Literal["asked", "all"]
+    graph: bool
+    preset: Literal["fast", "exact"]
+
+
 class ReportSettings(TypedDict, total=False):
     """Options of `fp8q.api.report`."""
 

@@ -12,6 +12,14 @@ from .serve import TritonOptions
 from .validate import FormChoiceOptions, PlanOptions, Server, ValidateOptions
 
 
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """Options of `fp8q.api.quantize`: those of calibration, and of the graph."""
+
+    calibrate: CalibrateOptions = CalibrateOptions()
+    export: ExportOptions = ExportOptions()
+
+
 @Parameter(name="*")
 @dataclass(frozen=True)
 class RunOptions:

@@ -55,6 +55,7 @@ They write nothing into a run:
 They join stages:
 
     calibrate        model and text to checkpoint and graphs, by one process or several ranks; scales chosen again
+    loaded_model     the same of a model and texts that are in memory
     merge            add separately measured runs, then choose scales and export
     run              all stages, one after the other, refusing before the first what the later ones would
 """

@@ -107,12 +107,11 @@ def prefix_for(
     """
     documents = (document for text in texts for document in text.documents.texts)
     prefix = prefix_of(tokenizer, documents) if options.bos == "auto" else ()
-    without = [text.name for text in texts if text.documents.chat and tuple(text.ids[: len(prefix)]) != prefix]
+    without = [text for text in texts if text.with_special_tokens and tuple(text.ids[: len(prefix)]) != prefix]
     if without:
         begins = " ".join(tokenizer.convert_ids_to_tokens(list(prefix)))
-        report.note(
-            f"--bos: no window begins with {begins}, since the chats of {without[0]} do not, as they are served"
-        )
+        what = f"the {without[0].with_special_tokens} of {without[0].name}"
+        report.note(f"--bos: no window begins with {begins}, since {what} do not, as they are served")
     return () if without else prefix
 
 

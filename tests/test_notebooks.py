@@ -5,7 +5,7 @@ outputs.
 import ast
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,6 +14,9 @@ from fp8q.core.run import Run
 from fp8q.validate.report.accuracy_rows import accuracy_rows
 from fp8q.validate.report.report import execute
 from fp8q.validate.report.rows import module_rows
+
+if TYPE_CHECKING:
+    from tests.conftest import Texts
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))
 
@@ -35,9 +38,9 @@ def shown(text: str) -> str:
     )
 
 
-def executed(name: str, run: Run) -> str:
+def executed(name: str, directory: Path, **parameters: str) -> str:
     (notebook,) = [path for path in NOTEBOOKS if path.stem == name]
-    return execute(notebook, run.root, {"RUN": "."})
+    return execute(notebook, directory, {"RUN": ".", **parameters})
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
@@ -45,7 +48,7 @@ def test_a_notebook_is_committed_without_outputs_and_has_the_parameter_run(noteb
     code = cells(notebook.read_text(encoding="utf-8"))
     assert [cell for cell in code if cell["outputs"] or cell["execution_count"] is not None] == []
     (parameters,) = [cell for cell in code if "parameters" in cell["metadata"].get("tags", [])]
-    assert source(parameters).startswith('RUN = "../runs/demo"')
+    assert source(parameters).startswith('RUN = "../runs/')
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
@@ -66,12 +69,12 @@ def test_a_notebook_takes_from_fp8q_only_what_its_api_exports(notebook: Path) ->
     ]
 
 
-def test_there_are_two_notebooks() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["accuracy_report", "calibration_tour"]
+def test_there_are_three_notebooks() -> None:
+    assert [path.stem for path in NOTEBOOKS] == ["accuracy_report", "calibration_tour", "loaded_model"]
 
 
 def test_the_accuracy_report_shows_the_runs_own_numbers(demo_run: Run) -> None:
-    text = shown(executed("accuracy_report", demo_run))
+    text = shown(executed("accuracy_report", demo_run.root))
     for accuracy in accuracy_rows(demo_run):
         assert f"{accuracy.perplexity:.4f}" in text
     for module in module_rows(demo_run):
@@ -79,10 +82,23 @@ def test_the_accuracy_report_shows_the_runs_own_numbers(demo_run: Run) -> None:
 
 
 def test_the_calibration_tour_tells_of_the_runs_own_tensors(demo_run: Run) -> None:
-    text = shown(executed("calibration_tour", demo_run))
+    text = shown(executed("calibration_tour", demo_run.root))
     assert "0x3f81 = 16257  ->  1.00781" in text
     assert "127 magnitudes, the largest 448, the smallest above zero 0.001953125 = 2^-9" in text
     tensors = {row.tensor: row for row in module_rows(demo_run) if row.tensor is not None}
     (told,) = [tensors[line] for line in text.splitlines() if line in tensors]
     assert told.amax is not None
     assert f"   100 %  {told.amax:.4g}" in text
+
+
+@pytest.mark.slow
+def test_a_loaded_model_comes_to_a_verdict_and_answers(
+    demo_checkpoint: Path, demo_texts: "Texts", tmp_path: Path
+) -> None:
+    texts = {"MODEL": str(demo_checkpoint), "TEXTS": str(demo_texts.calibration)}
+    text = shown(executed("loaded_model", tmp_path, RUN="run", **texts))
+    (accuracy,) = [row for row in accuracy_rows(Run(tmp_path / "run")) if row.runtime == "reference"]
+    assert "<strong>Acceptable" in text
+    assert accuracy.kl_mean_nats is not None
+    assert f"KL {accuracy.kl_mean_nats:.3g} nats" in text
+    assert "def main(" in text

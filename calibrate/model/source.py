@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, __version__
 from ...core.errors import BackendError, InputError
 from ...core.files import sha256_file
 from ...core.reporter import SILENT, Reporter
+from ...core.run_files import LOADED
 from ...options import TokenizerChoice
 from ..checkpoint.adapter import Adapter
 from ..checkpoint.companions import TOKENIZER, check_companions, companion_files, tokenizer_digests
@@ -57,7 +58,7 @@ PIECES_AT_ONCE = 16
 #: The types of weights, as safetensors spells them.
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 #: Names of directories that do not describe the model in them.
-GENERIC_NAMES = ("checkpoint", "model", "final", "best", "latest")
+GENERIC_NAMES = ("checkpoint", "model", "final", "best", "latest", LOADED)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ __all__ = [
     "encode_texts",
     "fingerprint",
     "hold_out_tail",
+    "joined_ids",
     "load_documents",
     "load_texts",
     "lower_default",
@@ -82,6 +83,30 @@ def encode_texts(
             "put the right one beside config.json",
         )
     return ids
+
+
+def joined_ids(
+    name: str, documents: Sequence[Sequence[int]], tokenizer: "PreTrainedTokenizerBase", vocabulary: int
+) -> tuple[Tokens, list[str]]:
+    """Join documents, of the text `name`, that are tokenized already; returns their ids one after the other, int64
+    [tokens], and the text of each, as the tokenizer decodes it.
+
+    Raises InputError for an id that is not below `vocabulary`, the number of rows of the model's embedding.
+    """
+    ids = np.concatenate([np.zeros(0, np.int64), *(np.asarray(document, np.int64) for document in documents)])
+    if ids.max() >= vocabulary:
+        raise InputError(
+            name,
+            f"holds the id {ids.max():,}, and the model's embedding ends at {vocabulary - 1:,}: they are not this "
+            "model's tokens",
+            "give the text, or tokenize it with the tokenizer of this model",
+        )
+
+    def refusal(error: BaseException) -> InputError:
+        return InputError(name, f"the tokenizer cannot decode its tokens: {error_text(error)}", "give the text itself")
+
+    with foreign(refusal), muted():
+        return ids, [str(tokenizer.decode(list(document), skip_special_tokens=False)) for document in documents]
 
 
 def _tokenized(batch: list[str], tokenizer: "PreTrainedTokenizerBase", special_tokens: bool) -> list[list[int]]:

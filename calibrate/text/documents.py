@@ -1,6 +1,7 @@
 """Read text: a file, a saved data set or a hub data set becomes a list of documents.
 
-A text file is one document; so is each line of JSON and each row of a table (`formats.py`). Files are read strictly: an
+A text file is one document; so is each line of JSON and each row of a table (`formats.py`), as text, as a chat, or as
+tokens that were made before. Files are read strictly: an
 error names the byte or the line. Of a file larger than `Reading.limit` parts are read that are evenly spread over it
 as `Excerpt`s.
 
@@ -31,6 +32,8 @@ from .formats import SUFFIXES, listed
 from .rows import (
     CHATS,
     HEAD,
+    IDS,
+    MASK,
     READERS,
     DocumentColumn,
     Documents,
@@ -158,7 +161,7 @@ def load_texts(spec: str, reading: Reading = Reading(), report: Reporter = SILEN
 def load_documents(spec: str, reading: Reading = Reading(), report: Reporter = SILENT) -> Documents:
     """Read the documents of `spec`, in order: a file of text, a saved `datasets` directory, or a hub data set.
 
-    Raises InputError when it does not exist, cannot be read, or has no text but white space.
+    Raises InputError when it does not exist, cannot be read, or has neither text but white space nor tokens.
     """
     path = local_path(spec)
     reader = READERS.get(path.suffix.lower())
@@ -177,7 +180,10 @@ def load_documents(spec: str, reading: Reading = Reading(), report: Reporter = S
         loaded = read_hub(spec, reading, report)
     else:
         raise InputError(spec, "there is no such file", f"give {FORMS}")
-    if not any(text.strip() for text in loaded.texts):
+    if loaded.ids is not None:
+        if not any(loaded.ids):
+            raise InputError(spec, f"holds no tokens under `{IDS}`", f"give {FORMS}")
+    elif not any(text.strip() for text in loaded.texts):
         raise InputError(spec, f"holds no text{' but white space' if any(loaded.texts) else ''}", f"give {FORMS}")
     return loaded
 
@@ -295,10 +301,10 @@ def read_parquet(path: Path, spec: str, reading: Reading, report: Reporter) -> D
             groups = spread(len(sizes), GROUPS)
             every = -(-sum(sizes[group] for group in groups) // reading.limit)
         batch_rows = min(max(BATCH_BYTES // max([1, *sizes]), 1), BATCH)
-        rows = _parquet_rows(file, groups, every, column.name, batch_rows)
+        rows = _parquet_rows(file, groups, every, column.names, batch_rows)
         loaded = documents(spec, rows, column, reading, EXPANSION * reading.limit, report)
         if sum(sizes) > reading.limit:
-            report.note(excerpt_note(spec, len(loaded.texts), file.metadata.num_rows, "rows"))
+            report.note(excerpt_note(spec, len(loaded.ids or loaded.texts), file.metadata.num_rows, "rows"))
         return loaded
 
 
@@ -311,6 +317,8 @@ def _kind(field: "pa.Field[Any]") -> Kind:
     rows = (types.is_list(plain) or types.is_large_list(plain)) and types.is_struct(plain.value_type)
     if rows and field.name in CHATS:
         return "chats"
+    if field.name in (IDS, MASK) and types.is_list(plain) | types.is_large_list(plain):
+        return "ids" if types.is_integer(plain.value_type) else "other"
     return "other"
 
 
@@ -323,7 +331,7 @@ def _column_bytes(file: "parquet.ParquetFile", group: int, column: DocumentColum
 
 
 def _parquet_rows(
-    file: "parquet.ParquetFile", groups: list[int], every: int, name: str, batch_rows: int
+    file: "parquet.ParquetFile", groups: list[int], every: int, names: list[str], batch_rows: int
 ) -> Iterator[tuple[str, Row]]:
     """Yield every `every`-th row of the row `groups`, numbered from 1 in the file; at most `batch_rows` are in
     memory.
@@ -333,9 +341,9 @@ def _parquet_rows(
         first.append(first[-1] + file.metadata.row_group(group).num_rows)
     for group in groups:
         number = first[group]
-        for batch in file.iter_batches(batch_rows, row_groups=[group], columns=[name], use_threads=False):
+        for batch in file.iter_batches(batch_rows, row_groups=[group], columns=names, use_threads=False):
             for index in range(-number % every, batch.num_rows, every):
-                yield f"row {number + index + 1:,}", {name: batch.column(0)[index].as_py()}
+                yield f"row {number + index + 1:,}", {name: batch.column(name)[index].as_py() for name in names}
             number += batch.num_rows
 
 
@@ -350,7 +358,7 @@ def read_saved(path: Path, spec: str, reading: Reading, report: Reporter) -> Doc
         if isinstance(saved, datasets.DatasetDict):
             saved = saved[choose_split(spec, list(saved), reading)]
         column = choose_column(spec, column_kinds(saved.take(HEAD)), reading)
-        saved = saved.select_columns([column.name])
+        saved = saved.select_columns(column.names)
         every = max(-(-saved.data.nbytes // reading.limit), 1)
         chosen = range(0, len(saved), every)
         if every > 1:
@@ -378,7 +386,7 @@ def read_hub(spec: str, reading: Reading, report: Reporter) -> Documents:
             splits = datasets.load_dataset(name, config or None, streaming=True, cache_dir=str(cache))
             rows = splits[choose_split(spec, list(splits), reading)]
             column = choose_column(spec, column_kinds(rows.take(HEAD)), reading)
-            numbered = ((f"row {number:,}", row) for number, row in enumerate(rows.select_columns([column.name]), 1))
+            numbered = ((f"row {number:,}", row) for number, row in enumerate(rows.select_columns(column.names), 1))
             return documents(spec, numbered, column, reading, reading.limit, report)
 
 

@@ -1,14 +1,15 @@
 """Turn the rows of a table into documents: choose the column, and check the values.
 
-A document is a string, or a chat that the tokenizer's template renders as one. Chats are recognized by their column's
-name and form, so that a table whose only strings are identifiers is not read as text by mistake.
+A document is a string, a chat that the tokenizer's template renders as one, or the ids of its tokens where a tokenizer
+went over it before. Chats and ids are recognized by their column's name and form, so that a table whose only strings
+are identifiers is not read as text by mistake.
 """
 
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from ...core.errors import InputError
 from ...core.reporter import SILENT, Reporter
@@ -20,8 +21,13 @@ READ_AT_MOST = 32_000_000
 HEAD = 100
 #: The names of columns of chats.
 CHATS = ("messages", "conversations")
+#: The columns of a tokenized data set, by the names that tokenizers give them: ids, and 0 where an id is padding.
+IDS = "input_ids"
+MASK = "attention_mask"
+#: Characters that count for an id, where the characters of a text are limited.
+CHARACTERS_PER_ID = 4
 
-Kind = Literal["strings", "chats", "other"]
+Kind = Literal["strings", "chats", "ids", "other"]
 Row = Mapping[str, Any]
 #: Renders the messages of a row as text; the first argument names the row in errors.
 Render = Callable[[str, object], str]
@@ -47,11 +53,13 @@ class Reading:
 class Documents:
     """The documents of a text, in order.
 
-    `chat`: they are rendered chats, which contain their special tokens.
+    `chat`: they are rendered chats, which contain their special tokens. `ids`: their tokens, where the text was
+    tokenized before, without padding; there are no `texts` then until a tokenizer makes them.
     """
 
     texts: list[str]
     chat: bool = False
+    ids: list[list[int]] | None = None
 
 
 #: Reads a file of text that is called so in errors; raises InputError.
@@ -72,10 +80,16 @@ def reads(format: str) -> Callable[[Reader], Reader]:
 
 @dataclass(frozen=True)
 class DocumentColumn:
-    """The column that documents are read from."""
+    """The column that documents are read from; `mask`: the one that says which of its ids are padding."""
 
     name: str
-    chat: bool
+    kind: Kind
+    mask: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The columns to read."""
+        return [self.name] if self.mask is None else [self.name, self.mask]
 
 
 def column_kind(name: str, value: object) -> Kind:
@@ -84,6 +98,8 @@ def column_kind(name: str, value: object) -> Kind:
         return "strings"
     if name in CHATS and isinstance(value, list) and value and isinstance(value[0], dict):
         return "chats"
+    if name in (IDS, MASK) and isinstance(value, list) and value and type(value[0]) is int:
+        return "ids"
     return "other"
 
 
@@ -104,13 +120,15 @@ def choose_column(spec: str, kinds: Mapping[str, Kind], reading: Reading) -> Doc
     strings = [name for name, kind in kinds.items() if kind == "strings"]
     chat = next((name for name in CHATS if kinds.get(name) == "chats" and reading.column is None), None)
     if chat and reading.render and (reading.chats_first or "text" not in strings):
-        return DocumentColumn(chat, chat=True)
+        return DocumentColumn(chat, "chats")
     if chat and "text" not in strings:
         raise InputError(
             spec,
             f"holds chats, under `{chat}`",
             "render them by the tokenizer's own template with --chat-template, or name a column of strings `text`",
         )
+    if kinds.get(IDS) == "ids" and (reading.column == IDS or (reading.column is None and "text" not in strings)):
+        return DocumentColumn(IDS, "ids", MASK if kinds.get(MASK) == "ids" else None)
     wanted = reading.column or ("text" if "text" in strings or len(strings) != 1 else strings[0])
     if wanted not in strings:
         columns = (
@@ -121,7 +139,7 @@ def choose_column(spec: str, kinds: Mapping[str, Kind], reading: Reading) -> Doc
         raise InputError(
             spec, f"has no column `{wanted}` of strings; its columns are {columns}", "name the one to read `text`"
         )
-    return DocumentColumn(wanted, chat=False)
+    return DocumentColumn(wanted, "strings")
 
 
 def choose_split(spec: str, splits: list[str], reading: Reading) -> str:
@@ -146,6 +164,7 @@ def documents(
     for a value that is no text, or no chat.
     """
     texts: list[str] = []
+    ids: list[list[int]] = []
     characters = 0
     missing = 0
     for where, row in rows:
@@ -153,18 +172,51 @@ def documents(
         if value is None:
             missing += 1
             continue
-        if column.chat:
-            assert reading.render is not None, "chats are chosen where they can be rendered"
-            texts.append(reading.render(f"{spec}: {where}", value))
+        if column.kind == "ids":
+            ids.append(_unpadded(spec, where, value, None if column.mask is None else row.get(column.mask)))
+            characters += CHARACTERS_PER_ID * len(ids[-1])
         else:
-            texts.append(_checked(spec, where, column.name, value))
-        characters += len(texts[-1])
+            texts.append(_document(spec, where, column, value, reading))
+            characters += len(texts[-1])
         if limit is not None and characters >= limit:
             report.note(f"{spec}: only its first {limit:,} characters are read")
             break
     if missing:
-        report.note(f"{spec}: {missing:,} of {missing + len(texts):,} rows have no `{column.name}` and are left out")
-    return Documents(texts, column.chat)
+        rows_read = missing + len(texts) + len(ids)
+        report.note(f"{spec}: {missing:,} of {rows_read:,} rows have no `{column.name}` and are left out")
+    if column.kind == "ids":
+        return Documents([], ids=ids)
+    return Documents(texts, column.kind == "chats")
+
+
+def _document(spec: str, where: str, column: DocumentColumn, value: object, reading: Reading) -> str:
+    if column.kind != "chats":
+        return _checked(spec, where, column.name, value)
+    assert reading.render is not None, "chats are chosen where they can be rendered"
+    return reading.render(f"{spec}: {where}", value)
+
+
+def _unpadded(spec: str, where: str, ids: object, mask: object) -> list[int]:
+    """Return the ids of a row without those that are padding by its `mask`; None: none are."""
+    if not _are_numbers(ids):
+        raise InputError(
+            spec,
+            f"{where} holds {json.dumps(ids, default=str)[:20]} under `{IDS}`, which are no ids of tokens",
+            "each must be a list of whole numbers from 0 on",
+        )
+    if mask is None:
+        return list(ids)
+    if not _are_numbers(mask) or len(mask) != len(ids):
+        raise InputError(
+            spec,
+            f"{where} has no {MASK} of the length of its {IDS}, {len(ids):,}",
+            f"save it with one, or leave the column {MASK} out where nothing is padded",
+        )
+    return [number for number, attended in zip(ids, mask, strict=True) if attended]
+
+
+def _are_numbers(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
 
 def fault(value: str) -> str | None:

@@ -151,16 +151,19 @@ def source_of(run: Run) -> Source:
     Raises InputError when it is missing or changed.
     """
     model = run.record().model
-    if not Path(model["path"]).is_dir():
+    path = model["path"]
+    if not Path(path).is_dir() and run.loaded_model.is_dir():
+        path = str(run.loaded_model)  # the run was moved, and its source with it
+    if not Path(path).is_dir():
         raise InputError(
-            model["path"],
+            path,
             f"the model that {run.root} was made of is no longer there",
             "put it back, or calibrate again",
         )
-    source = opened_as(model["path"], model)
+    source = opened_as(path, model)
     if source.fingerprint != model["fingerprint"]:
         raise InputError(
-            model["path"],
+            path,
             f"is no longer the model that {run.root} was made of (its fingerprint differs)",
             "restore it, or calibrate again into another directory",
         )

@@ -1,6 +1,6 @@
 """The texts of a run: load them, hold out a part, and divide the rest into calibration windows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,6 +35,13 @@ class Text:
     documents: Documents
     ids: Tokens
 
+    @property
+    def with_special_tokens(self) -> str | None:
+        """The part of the text that has its special tokens already; None where the tokenizer adds them."""
+        if self.documents.chat:
+            return "chats"
+        return None if self.documents.ids is None else "tokens"
+
 
 def check_there(spec: str) -> None:
     """Raise InputError for a text that names a file which is not there, as reading it would, but at once."""
@@ -55,8 +62,13 @@ class LearningText:
 def read_tokens(
     spec: str, tokenizer: "PreTrainedTokenizerBase", vocabulary: int, reading: Reading, report: Reporter
 ) -> Text:
-    """Load the text `spec` and tokenize it; raise InputError, also for a token id that is not below `vocabulary`."""
+    """Load the text `spec` and tokenize it, unless it is tokens; raise InputError, also for a token id that is not
+    below `vocabulary`.
+    """
     documents = corpus.load_documents(spec, reading, report)
+    if documents.ids is not None:
+        ids, texts = corpus.joined_ids(spec, documents.ids, tokenizer, vocabulary)
+        return Text(spec, replace(documents, texts=texts), ids)
     return Text(
         spec,
         documents,

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fp8q.calibrate.input.untrusted import read_bytes
-from fp8q.calibrate.text.documents import FORMS, load_texts
+from fp8q.calibrate.text.documents import FORMS, load_documents, load_texts
 from fp8q.calibrate.text.formats import SUFFIXES, listed
 from fp8q.calibrate.text.rows import Reading
 from fp8q.core.errors import InputError
@@ -83,6 +83,38 @@ def test_missing_values_and_blank_lines_are_no_documents(tmp_path: Path) -> None
 
 def test_the_only_column_of_strings_is_read(tmp_path: Path) -> None:
     assert load_texts(str(jsonl(tmp_path / "a.jsonl", {"id": 1, "content": "one"}))) == ["one"]
+
+
+def test_tokens_are_read_without_padding_where_there_is_no_text(tmp_path: Path) -> None:
+    rows = [
+        {"id": "a", "input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 0, 0]},
+        {"id": "b", "input_ids": [7, 8, 9], "attention_mask": [1, 1, 1]},
+        {"id": "c", "input_ids": [0, 4], "attention_mask": [0, 1]},
+    ]
+    jsonl(tmp_path / "a.jsonl", *rows)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    for name in ("a.jsonl", "a.parquet", "saved"):
+        loaded = load_documents(str(tmp_path / name))
+        assert (loaded.ids, loaded.texts) == ([[5, 6], [7, 8, 9], [4]], []), name
+    without = jsonl(tmp_path / "b.jsonl", *({"input_ids": row["input_ids"]} for row in rows))
+    assert load_documents(str(without)).ids == [row["input_ids"] for row in rows]
+    with_text = jsonl(tmp_path / "c.jsonl", *({"text": "one", **row} for row in rows))
+    assert load_documents(str(with_text)).ids is None
+    assert load_documents(str(with_text), Reading(column="input_ids")).ids == loaded.ids
+
+
+def test_what_are_no_tokens_is_named_by_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    assert f"{path}: line 2 holds [5, -1] under `input_ids`, which are no ids of tokens; each must be" in refusal(
+        jsonl(path, {"input_ids": [5]}, {"input_ids": [5, -1]})
+    )
+    assert f"{path}: line 1 has no attention_mask of the length of its input_ids, 2; save it with one" in refusal(
+        jsonl(path, {"input_ids": [5, 6], "attention_mask": [1]})
+    )
+    assert f"{path}: holds no tokens under `input_ids`" in refusal(
+        jsonl(path, {"input_ids": [5, 6], "attention_mask": [0, 0]})
+    )
 
 
 def test_a_column_and_a_split_may_be_asked_for(tmp_path: Path) -> None:

@@ -1,0 +1,246 @@
+"""A model and texts in memory give the run that their files give; what files would not hold is refused at once."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from fp8q import api
+from fp8q.calibrate.text.documents import load_documents
+from fp8q.calibrate.text.rows import Reading
+from fp8q.core.errors import InputError
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
+from fp8q.stages.loaded_model import as_rows, check_loaded, written_texts
+from fp8q.stages.pipeline.stages import QUANTIZE
+from fp8q.stages.shared.texts import read_tokens
+
+DOCUMENTS = 60
+
+
+@pytest.fixture
+def model(demo_checkpoint: Path) -> PreTrainedModel:
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(demo_checkpoint, dtype=torch.bfloat16)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_checkpoint: Path) -> PreTrainedTokenizerBase:
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(demo_checkpoint)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def documents(demo_texts: Any) -> list[str]:
+    return str(demo_texts.calibration.read_text(encoding="utf-8")).split("\n\n")[:DOCUMENTS]
+
+
+def settings() -> dict[str, Any]:
+    return {"samples": 4, "seq_len": 64, "graph": False, "progress": SILENT}
+
+
+def test_a_model_in_memory_gives_the_scales_and_codes_of_its_files(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: list[str],
+    demo_checkpoint: Path,
+    tmp_path: Path,
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    of_files = api.calibrate(demo_checkpoint, rows, tmp_path / "files", tokenizer="auto", **settings())
+    of_memory = api.quantize(model, tokenizer, documents, tmp_path / "memory", **settings())
+    assert json.loads(of_memory.scales.read_text()) == json.loads(of_files.scales.read_text())
+    shards = {path.name: load_file(path) for path in of_files.model.glob("*.safetensors")}
+    assert sum(tensor.dtype == torch.float8_e4m3fn for shard in shards.values() for tensor in shard.values()) > 10
+    for file, tensors in shards.items():
+        written = load_file(of_memory.model / file)
+        assert written.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(written[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    assert of_memory.record().model["name"] == "memory"
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert isinstance(api.load(of_memory.root), PreTrainedModel)
+
+
+def test_tokens_and_data_sets_are_the_tokens_of_their_text(
+    tokenizer: PreTrainedTokenizerBase, documents: list[str], tmp_path: Path
+) -> None:
+    ids = tokenizer(documents)["input_ids"]
+    padded = {
+        "input_ids": [[*document, 0, 0] for document in ids],
+        "attention_mask": [[*(1 for _ in document), 0, 0] for document in ids],
+    }
+    forms = {
+        "texts": documents,
+        "ids": ids,
+        "arrays": tuple(np.array(document) for document in ids),
+        "tensors": [torch.tensor(document) for document in ids],
+        "answer": tokenizer(documents),
+        "padded": padded,
+        "rows": [{"text": document} for document in documents],
+        "data set": datasets.Dataset.from_dict({"id": ["a"] * len(documents), "text": documents}),
+    }
+    wanted = np.concatenate([np.array(document) for document in ids])
+    for name, texts in forms.items():
+        spec, evaluation = written_texts(Run(tmp_path / name), as_rows(texts))
+        assert evaluation is None
+        read = read_tokens(spec, tokenizer, 2048, Reading(), SILENT)
+        assert np.array_equal(read.ids, wanted), name
+        assert len(read.documents.texts) == len(documents), name
+
+
+def test_a_split_to_validate_on_is_evaluated_on(documents: list[str], tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"text": documents})
+    splits = datasets.DatasetDict({"train": rows.select(range(40)), "test": rows.select(range(40, DOCUMENTS))})
+    train, test = written_texts(Run(tmp_path), as_rows(splits))
+    assert test is not None
+    assert load_documents(train).texts == documents[:40]
+    assert load_documents(test).texts == documents[40:]
+    assert written_texts(Run(tmp_path), as_rows("a/name")) == ("a/name", None)
+
+
+def test_chats_become_rows_of_messages(tmp_path: Path) -> None:
+    chats = [[{"role": "user", "content": "Why?"}], [{"role": "user", "content": "How?"}]]
+    rows = as_rows(chats)
+    assert isinstance(rows, datasets.Dataset)
+    assert rows.to_dict() == {"messages": chats}
+
+
+@pytest.mark.slow
+def test_the_same_call_goes_on_and_another_model_is_refused(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    run = api.quantize(model, tokenizer, documents, out, **settings())
+    stages = run.record().stages
+    again = api.quantize(model, tokenizer, documents, out, **settings()).record().stages
+    assert {name: again[name] for name in ("corpus", "measure", "quantize")} == {
+        name: stages[name] for name in ("corpus", "measure", "quantize")
+    }
+    moved = out.rename(tmp_path / "elsewhere")
+    chosen = api.scales(moved, weight_method="amax", progress=SILENT)  # its source moved with it
+    assert chosen.options(QUANTIZE).weight_method == "amax"
+    before = chosen.record()
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    with pytest.raises(InputError, match="is a run of another model, or of this one with other weights"):
+        api.quantize(model, tokenizer, documents, moved, **settings())
+    assert Run(moved).record() == before
+
+
+def test_a_refused_call_leaves_nothing(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    for texts in (["far too short"], [[10**6] * 500], datasets.Dataset.from_dict({"number": [1]})):
+        with pytest.raises(InputError):
+            api.quantize(model, tokenizer, texts, tmp_path / "run", **settings())
+        assert not (tmp_path / "run").exists()
+    occupied = tmp_path / "occupied"
+    occupied.mkdir()
+    (occupied / "thesis.txt").write_text("mine")
+    with pytest.raises(InputError, match="so it is no fp8q run"):
+        api.quantize(model, tokenizer, ["text"], occupied, **settings())
+    assert [path.name for path in occupied.iterdir() if path.name != ".lock"] == ["thesis.txt"]
+
+
+def quantized(model: PreTrainedModel) -> object:
+    model.config.quantization_config = {"quant_method": "fp8"}
+    return model
+
+
+def offloaded(model: PreTrainedModel) -> object:
+    return model.to(torch.device("meta"))  # type: ignore[arg-type]
+
+
+def hooked(model: PreTrainedModel) -> object:
+    def double(module: object, inputs: object, output: torch.Tensor) -> torch.Tensor:
+        return output * 2
+
+    model.get_submodule("model.layers.0.mlp.down_proj").register_forward_hook(double)
+    return model
+
+
+def of_whole_numbers(model: PreTrainedModel) -> object:
+    layer = model.get_submodule("model.layers.0.mlp.down_proj")
+    layer._parameters["weight"] = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
+    return model
+
+
+def with_peft(model: PreTrainedModel) -> object:
+    import peft
+
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (quantized, "LlamaForCausalLM: is quantized already; load it without quantization_config, in BF16"),
+        (offloaded, "LlamaForCausalLM: its model.embed_tokens.weight has no values here"),
+        (hooked, r"model\.layers\.0\.mlp\.down_proj has a forward hook \(hooked\.<locals>\.double\), which no file"),
+        (of_whole_numbers, "its model.layers.0.mlp.down_proj.weight is of int8, and weights are of float32"),
+        (with_peft, r"PeftModel: is no PreTrainedModel of transformers; give one \(PEFT: `model\.merge_and_unload"),
+        (lambda model: model.model.layers[0], "LlamaDecoderLayer: is no PreTrainedModel"),
+    ],
+)
+def test_what_files_would_not_hold_is_refused(
+    change: Callable[[PreTrainedModel], object], message: str, model: PreTrainedModel
+) -> None:
+    check_loaded(model)
+    with pytest.raises(InputError, match=message):
+        check_loaded(change(model))
+
+
+def test_a_model_that_accelerate_moves_is_refused(model: PreTrainedModel) -> None:
+    from accelerate import cpu_offload  # type: ignore[import-untyped]
+
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.raises(InputError, match=r"load (it|the model) on one device, or give its directory to calibrate$"):
+        check_loaded(model)
+
+
+def test_transformers_own_hooks_are_taken(model: PreTrainedModel) -> None:
+    model(input_ids=torch.zeros((1, 4), dtype=torch.int64), output_hidden_states=True, output_attentions=True)
+    check_loaded(model)
+
+
+@pytest.mark.parametrize(
+    ("texts", "fault"),
+    [
+        ([], "texts: holds nothing; give a list of texts"),
+        (["text", 3], "texts: holds int, str; give a list of texts"),
+        ([3.5], "texts: holds float; give"),
+        ([["nested"]], "texts: holds list; give"),
+        (datasets.Dataset.from_dict({"text": ["a"]}).to_iterable_dataset(), "texts: is a stream"),
+        ({"input_ids": [[1], ["a"]]}, "texts: makes no data set"),
+    ],
+)
+def test_what_is_no_text_is_named(texts: Any, fault: str) -> None:
+    with pytest.raises(InputError) as refused:
+        as_rows(texts)
+    assert str(refused.value).startswith(fault)
+
+
+def test_several_processes_are_refused(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="is called in 2 processes, and a loaded model is written by one"):
+        api.quantize(model, tokenizer, ["text"], tmp_path / "run", **settings())
+    assert not (tmp_path / "run").exists()
