@@ -88,6 +88,7 @@ def unheld() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in LEVELS[0].environment([])}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="levels are those of x86-64")
 @pytest.mark.parametrize("level", available_levels(), ids=lambda level: level.name)
 def test_a_process_held_to_a_level_has_its_instructions_and_no_more(level: Level, unheld: dict[str, str]) -> None:

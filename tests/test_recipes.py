@@ -320,6 +320,7 @@ print(arithmetic_of(name))
 """
 
 
+@pytest.mark.slow
 def test_a_runtime_is_added_by_an_entry_and_a_function(package: Path) -> None:
     follow("Add a runtime", package)
     assert python(package, "-c", RUNTIME).splitlines() == [

@@ -70,6 +70,7 @@ def test_the_weights_of_the_largest_predicted_loss_a_byte_stay_in_bf16(made: Run
     assert not any(f"{name}.{part}_proj" in costliest.modules for name in attention for part in "qkv")  # joined
 
 
+@pytest.mark.slow
 def test_the_choice_is_of_the_model_and_text_and_outlives_other_roundings(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +83,7 @@ def test_the_choice_is_of_the_model_and_text_and_outlives_other_roundings(
     assert in_bf16(run) == set()
 
 
+@pytest.mark.slow
 def test_a_smaller_share_is_chosen_anew(run: Run) -> None:
     before = load_costliest(run)
     api.scales(run.root, bf16_weights="0.001%", weight_rounding="nearest")
@@ -99,6 +101,7 @@ def test_what_a_run_says_of_it(made: Run, fp8q: Callable[..., Any]) -> None:
     assert costliest.modules[0] in shown
 
 
+@pytest.mark.slow
 def test_no_moments_are_gathered_and_layer_by_layer_the_choice_is_the_same(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

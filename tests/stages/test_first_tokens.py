@@ -114,11 +114,13 @@ def test_moments_of_older_versions_are_refused_by_name(weighed: Run, calibrated:
         api.scales(run.root, RescaleOptions(weigh_first_token=True))
 
 
+@pytest.mark.slow
 def test_streamed_or_not_the_weights_are_the_same(weighed: Run, calibrated: Callable[..., Run]) -> None:
     streamed = calibrated(weigh_first_token=True, stream=True)
     assert load_first_tokens(streamed) == pytest.approx(load_first_tokens(weighed), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_what_is_known_is_not_measured_again(
     weighed: Run, calibrated: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +131,7 @@ def test_what_is_known_is_not_measured_again(
     assert weighed.record().stages["measure"].outputs == written
 
 
+@pytest.mark.slow
 def test_rounding_to_nearest_weighs_nothing(calibrated: Callable[..., Run]) -> None:
     assert not calibrated(weigh_first_token=True, weight_rounding="nearest").first_tokens.exists()
 

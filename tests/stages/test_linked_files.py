@@ -45,6 +45,7 @@ def linked(demo_checkpoint: Path, tmp_path: Path) -> Path:
     return hub_cache(demo_checkpoint, tmp_path / "models--acme--demo")
 
 
+@pytest.mark.slow
 def test_a_linked_checkpoint_is_calibrated_to_the_same_files(
     fp8q: Fp8q, linked: Path, demo_checkpoint: Path, demo_texts: Texts, tmp_path: Path
 ) -> None:
@@ -57,6 +58,7 @@ def test_a_linked_checkpoint_is_calibrated_to_the_same_files(
     assert {name for name in found if found[name] != expected[name]} <= named
 
 
+@pytest.mark.slow
 def test_a_linked_checkpoint_is_converted_linted_and_compared_as_files_are(
     fp8q: Fp8q, linked: Path, demo_checkpoint: Path, demo_texts: Texts, tmp_path: Path
 ) -> None:

@@ -103,6 +103,7 @@ def test_the_bytes_are_those_of_the_source_and_the_same_experts_are_chosen(
     assert torch.equal(chosen(load_reference(run.model, "fast", torch.bfloat16).model, hidden), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_layer_by_layer_the_same_is_measured_as_in_memory(
     tmp_path: Path, calibrated: Calibrated, data: Path, name: str

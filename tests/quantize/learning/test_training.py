@@ -111,6 +111,7 @@ def test_weights_of_a_moment_before_the_last_stay(
     assert loss(models) == pytest.approx(best.kl, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill_at", [None, 5, 12], ids=["whole", "killed in the first", "killed in the second"])
 def test_steps_that_are_too_large_are_made_smaller(
     models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path, kill_at: int | None
@@ -146,6 +147,7 @@ def test_steps_that_are_too_large_are_made_smaller(
         assert codes(again[1]) == codes(models[1])
 
 
+@pytest.mark.slow
 def test_the_optimizer_of_a_training_that_made_it_worse_is_gone_when_the_next_begins(
     models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
 ) -> None:
@@ -162,6 +164,7 @@ def test_the_optimizer_of_a_training_that_made_it_worse_is_gone_when_the_next_be
     assert there == [False]
 
 
+@pytest.mark.slow
 def test_what_gets_worse_changes_nothing(models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path) -> None:
     before = codes(models[1])
     moments = train(models, tmp_path, schedule=Schedule(epochs=1, batch_size=4, learning_rate=50.0, seed=0))
@@ -169,6 +172,7 @@ def test_what_gets_worse_changes_nothing(models: tuple[PreTrainedModel, PreTrain
     assert codes(models[1]) == before
 
 
+@pytest.mark.slow
 def test_a_killed_training_goes_on_to_the_same_bytes(
     models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
 ) -> None:
@@ -193,6 +197,7 @@ def test_a_killed_training_goes_on_to_the_same_bytes(
     assert codes(fresh[1]) == codes(models[1])
 
 
+@pytest.mark.slow
 def test_a_training_whose_folder_was_moved_since_keeps_its_best_moment(
     models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
 ) -> None:
@@ -251,6 +256,7 @@ def test_each_held_out_divergence_is_told(models: tuple[PreTrainedModel, PreTrai
     assert scored[-len(moments) :] == moments
 
 
+@pytest.mark.slow
 def test_the_pace_is_told_once_by_a_real_step(models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path) -> None:
     """Of 24 steps, scored every third, two are done when it is told, and the eight evaluations are to come."""
     told = list[StepPace]()

@@ -187,6 +187,7 @@ def test_blocks_are_expressed_per_channel_and_say_what_that_costs(
     ]
 
 
+@pytest.mark.slow
 def test_streaming_measures_the_same(channel: Path, calibrate: Callable[..., tuple[Run, list[str]]]) -> None:
     whole, _ = calibrate(channel, "whole", stream=False)
     streamed, _ = calibrate(channel, "streamed", stream=True)
@@ -200,6 +201,7 @@ def wide(source: Source, held: dict[str, torch.Tensor]) -> None:
     del held[f"{MODULE}.weight_scale"]
 
 
+@pytest.mark.slow
 def test_what_is_given_wide_stays_so_unless_it_is_named(
     channel: Path, calibrate: Callable[..., tuple[Run, list[str]]]
 ) -> None:
@@ -315,6 +317,7 @@ def test_what_is_inherited_is_not_chosen(options: dict[str, Any], named: str) ->
     )
 
 
+@pytest.mark.slow
 def test_scales_are_chosen_again_from_the_given_codes(
     tensor: Path, calibrate: Callable[..., tuple[Run, list[str]]]
 ) -> None:
@@ -330,6 +333,7 @@ def test_scales_are_chosen_again_from_the_given_codes(
     assert {found.method for found in again.activations.values()} == {"amax"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_a_mixture_that_fp8q_wrote_comes_back_byte_for_byte(
     name: str, calibrate: Callable[..., tuple[Run, list[str]]], tmp_path: Path
@@ -383,6 +387,7 @@ def test_scales_beside_the_weights_belong_to_the_model(
     )
 
 
+@pytest.mark.slow
 def test_scales_of_a_cache_of_values_are_inherited_from_beside_the_weights(
     demo_checkpoint: Path, calibrate: Callable[..., tuple[Run, list[str]]]
 ) -> None:

@@ -117,6 +117,7 @@ def test_the_files_have_no_input_scales_and_the_codes_of_the_static_form(first_l
     assert "**Per token**: the input of every FP8 GEMM gets a scale for each token" in card
 
 
+@pytest.mark.slow
 def test_one_form_again_gives_back_the_files_of_before(
     first_layer: Run, dynamic: Run, rescaled_layer: RescaledLayer
 ) -> None:
@@ -127,6 +128,7 @@ def test_one_form_again_gives_back_the_files_of_before(
         assert (again.model / path.relative_to(first_layer.model)).read_bytes() == path.read_bytes(), path.name
 
 
+@pytest.mark.slow
 def test_patterns_mix_it_with_other_forms(rescaled_layer: RescaledLayer) -> None:
     run = rescaled_layer(form=("*.down_proj=dynamic", "*.o_proj=bf16"))
     layer, groups = "model.layers.0", groups_of(run)

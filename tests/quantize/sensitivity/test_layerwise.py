@@ -100,6 +100,7 @@ def test_layer_by_layer_the_same_is_predicted(run: Run, in_memory: Sensitivity, 
     assert len(report.lines) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "fields", "dtype"),
     [
@@ -161,6 +162,7 @@ def test_one_layer_and_its_codes_are_there_at_a_time(run: Run, monkeypatch: pyte
     assert there == [{layer} for layer in (None, 3, 2, 1, 0) for _ in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("killed_at", "again"),
     [("layer 2 onward", {"onward": 2, "back": 5}), ("batch 1 back of layer 2", {"onward": 0, "back": 3})],
@@ -203,6 +205,7 @@ def test_a_killed_call_goes_on_at_the_layer_it_was_in(
     assert not (run.root / ".sensitivity.work").exists()
 
 
+@pytest.mark.slow
 def test_what_was_made_in_memory_is_taken_and_the_other_way_round_not(run: Run, in_memory: Sensitivity) -> None:
     """With --no-stream the worst are measured, so what has none is made anew."""
     options = SensitivityOptions(windows=WINDOWS, stream=True)

@@ -22,7 +22,7 @@ DEVICE = "cuda" if has_gpu() else "cpu"
 #: Inputs and outputs: of less than one program, of one and a part.
 SHAPES = [(9, 5), (24, CHANNELS + 1)]
 #: GPUs of data centres and desks, from A100 to RTX 5090.
-CAPABILITIES = (80, 89, 90, 120)
+CAPABILITIES = (90, *(pytest.param(capability, marks=pytest.mark.slow) for capability in (80, 89, 120)))
 
 
 def random_block(inputs: int, outputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -91,7 +91,7 @@ STEPS: dict[str, tuple[Callable[[], torch.Tensor], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "operators"])
+@pytest.mark.parametrize("kernels", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["kernels", "operators"])
 @pytest.mark.parametrize("step", STEPS)
 def test_each_step_stays_on_the_device_and_waits_for_nothing(
     step: str, kernels: bool, monkeypatch: pytest.MonkeyPatch

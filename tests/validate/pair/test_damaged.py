@@ -48,6 +48,7 @@ def test_a_sound_candidate_passes_and_its_numbers_are_written(compared: Compare,
     assert found.modules[0].module.replace(".", ".<wbr>") in page
 
 
+@pytest.mark.slow
 def test_the_same_comparison_is_not_run_again_and_another_limit_judges_it_anew(
     compared: Compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +162,7 @@ def test_a_renamed_weight_is_refused_by_its_name(compared: Compare) -> None:
         compared(damaged.renamed)
 
 
+@pytest.mark.slow
 def test_drafting_layers_that_the_candidate_lacks_are_told(
     demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
 ) -> None:
@@ -294,6 +296,7 @@ def test_codes_that_transformers_takes_for_values_are_dequantized_with_a_note(co
     assert comparison.modules[0].error < 0.1
 
 
+@pytest.mark.slow
 def test_another_file_beside_the_weights_is_another_comparison(compared: Compare, tmp_path: Path) -> None:
     """What a cause is read from is part of what the stored results depend on."""
     assert compared(max_ppl_increase=0.05).passes
