@@ -131,6 +131,16 @@ def test_blocks_are_read_with_what_is_said_of_them(monkeypatch: pytest.MonkeyPat
     ]
 
 
+#: The lines of the README's first two screens, and the words that a reader of one of them takes in.
+SCREENS, MOST_WORDS = 60, 120
+
+
+def test_the_readme_begins_with_commands_and_few_words() -> None:
+    first = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:SCREENS])
+    prose = re.sub(r"```sh.*?```|<!--.*?-->|^ {4}.*?$", "", first, flags=re.MULTILINE | re.DOTALL)
+    assert len(prose.split()) <= MOST_WORDS
+
+
 #: A line of a page that is a command, with what stands in front of it; the rest may be redirected.
 COMMAND = re.compile(r"^(?: {4})?(?:[A-Z0-9_]+=\S+ )?(?:\.venv/bin/)?(fp8q ([a-z-]+)(?: .*)?)$", re.MULTILINE)
 READ = [ROOT / "README.md", *sorted(DOCS.rglob("*.md")), ROOT / "integrations" / "vllm" / "README.md"]
