@@ -2,9 +2,9 @@
 
 Servers read the same files in different ways, and change it from version to version. So a rule has a check, and for
 each server that it is true of the versions and the place in the server's source where that was read. Nothing of a
-server is installed or run. The sources that were read: the wheels of vLLM 0.27.1, 0.32.0 and 0.33.0, of SGLang 0.5.16 to
-0.5.23 and of transformers 5.23.0 and 5.24.0, and TensorRT-LLM's repository between its versions 1.2 and 1.3 (September
-2026).
+server is installed or run. The sources that were read: the wheels of vLLM 0.27.1, 0.32.0 and 0.33.0, of SGLang 0.5.16
+to 0.5.23 and of transformers 5.23.0 and 5.24.0, and TensorRT-LLM's repository between its versions 1.2 and 1.3
+(September 2026).
 """
 
 import re

@@ -338,7 +338,7 @@ def test_heads_that_a_server_takes_otherwise_are_named(
 
 
 def codes_of_vllm(scale: float) -> torch.Tensor:
-    """All finite codes as vLLM's requantize_with_max_scale gives them back: times the scale in FP16, and coded again."""
+    """Tell of all finite codes whether they are themselves again: times the scale in FP16, and coded again by vLLM."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     finite = codes[codes.float().isfinite()]
     half = finite.to(torch.float16) * torch.tensor(scale)
