@@ -1,7 +1,7 @@
 """`fp8q calibrate`: from model and text to checkpoint and graphs, in one process or several ranks."""
 
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from ..core.reporter import SILENT
 from ..core.run import Run
 from ..options import ONE, ExportOptions, RescaleOptions, RunOptions, ScaleOptions, Server
 from ..quantize.checkpoint.tokenizer_files import calibrated_remark, difference_in_vllm
-from ..quantize.scales.policy import ModelGemms, few_tokens_note
+from ..quantize.scales.policy import ModelGemms, check_patterns, few_tokens_note
 from ..quantize.scales.servers import ONE_CODE_IN_EXPERTS
 from . import preflight
 from .corpus import Collected, collect, write_corpus
@@ -88,7 +88,9 @@ def calibrate(run: Run, notes: Notes, what: Calibration) -> Run:
         )
     else:
         chosen = what.later.chosen_options(run) if what.later else options
-        chosen = experts_as_served(chosen, options.server, load_record(run).experts or {}, notes)
+        held = tuple(f"{layer}." for layer in load_record(run).experts or {})
+        experts = [module for module in check_patterns(chosen, gemms) if module.startswith(held)]
+        chosen = experts_as_served(chosen, options.server, experts, notes)
         if chosen != options:
             gemms = sources.gemms_of(source, chosen)
         _quantized(run, source, gemms, chosen, notes, options.stream)
@@ -97,19 +99,18 @@ def calibrate(run: Run, notes: Notes, what: Calibration) -> Run:
 
 
 def experts_as_served(
-    options: ScaleOptions, server: Server | None, layers: Collection[str], notes: Notes
+    options: ScaleOptions, server: Server | None, experts: Sequence[str], notes: Notes
 ) -> ScaleOptions:
-    """Let experts take one code where one form was asked for every module, and the `server` that was named computes
-    no other for them; `layers`: the modules that hold the experts of a layer.
+    """Let `experts`, the quantized GEMMs of experts, take one code where one form was asked for every module, and the
+    `server` that was named computes no other for them.
     """
     form = options.form_of_all
-    if not layers or server not in ONE_CODE_IN_EXPERTS or form == ONE or form.at_run_time:
+    if not experts or server not in ONE_CODE_IN_EXPERTS or form == ONE or form.at_run_time:
         return options
     if not all(rule.every for rule in options.form_rules):
         return options
-    rules = dict.fromkeys(f"*.{layer.rpartition('.')[2]}.*={ONE}" for layer in layers)
     notes.note(f"--for {server}: experts take one code, since it has no GEMM of experts for {form.words}")
-    return replace(options, form=(*options.form, *rules))
+    return replace(options, form=(*options.form, f"*.experts.*={ONE}"))
 
 
 def _take_part(run: Run, what: Calibration, notes: Notes, world: World) -> None:

@@ -19,7 +19,7 @@ from fp8q.validate.tuning.choices import Group, Mix, Shape, leaving_out
 from ..calibrate.conftest import Notebook
 from ..mixtures import random_mixture
 
-LAYERS = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+EXPERTS = ["model.layers.0.mlp.experts.0.up_proj", "model.layers.1.mlp.experts.0.up_proj"]
 GROUPS = (Group("q", {"q": (4, 4)}), Group("o", {"o": (4, 4)}))
 FIRST = Mix({"q": "one_term", "o": "one_term"}, "nearest", "off")
 
@@ -93,7 +93,7 @@ def test_experts_take_one_code_where_the_named_server_has_no_other_gemm_of_them(
 ) -> None:
     notes = Notebook()
     asked: Any = CalibrateOptions(server=server, **options)
-    assert experts_as_served(asked, server, LAYERS, notes).form == forms  # type: ignore[arg-type]  # it notes
+    assert experts_as_served(asked, server, EXPERTS, notes).form == forms  # type: ignore[arg-type]  # it notes
     line = f"--for {server}: experts take one code, since it has no GEMM of experts for {said}"
     assert notes.lines == ([line] if said else [])
     assert experts_as_served(asked, server, [], notes) is asked  # type: ignore[arg-type]  # as above
