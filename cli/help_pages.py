@@ -53,7 +53,7 @@ PAGES: Mapping[str, Page] = {
         ),
         (
             "--data", "--eval-data", "--out", "--samples", "--seq-len", "--chat-template", "--preset", "--kv-cache",
-            "--skip", "--form", "--weight-rounding", "--stream", "--graph", "--for",
+            "--skip", "--form", "--stream", "--graph", "--for",
         ),
     ),
     "convert": Page(
