@@ -50,6 +50,7 @@ VLLM_OPTIONS = "--dtype bfloat16 --enforce-eager --distributed-executor-backend 
 VLLM_PROGRAM = '#!/bin/sh\nshift\nexec "{home}/bin/python" -P -m vllm.entrypoints.openai.api_server --model "$@"\n'
 #: What of a command is replaced here, by what, and why.
 STAND_INS = (
+    (r"--preset exact --for vllm$", "--preset fast --for vllm", "one code: vLLM's CPU build refuses weights alone"),
     (r"^vllm serve .*", rf"\g<0> {VLLM_OPTIONS} --port {{port}}", "vLLM's CPU build serves"),
     (r"tensorrt\]", "tensorrt-rtx]", "TensorRT-RTX builds without a GPU; TensorRT needs one"),
     (r"^docker build .*", "true", "the image is the environment that `make triton` leaves in .venv/triton"),

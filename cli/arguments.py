@@ -112,9 +112,9 @@ ChosenPreset = Annotated[
     Preset | None,
     option(
         SCALES,
-        "Options that go together. exact: two FP8 codes an activation for decoded tokens and the end of a prompt (a "
-        "tail), and GPTQ; loses far less, at nearly the cost of one code. fast: one code everywhere and GPTQ, as "
-        "every FP8 server runs it. Options that you give beside it override it.",
+        "Options that go together. exact: GPTQ, and the form that loses least in the server of --for: second codes of "
+        "decoded tokens and the end of a prompt (a tail), or FP8 weights with activations in BF16. fast: one code "
+        "everywhere and GPTQ, as every FP8 server runs it. Options that you give beside it override it.",
         "NAME",
         "none",
     ),

@@ -21,7 +21,7 @@ from cyclopts.argument import Argument
 from .. import __version__
 from ..calibrate.text.formats import SUFFIXES
 from ..core.errors import InputError
-from ..options import AS_THE_RUN_HAS_IT, PRESETS, Clipping
+from ..options import AS_THE_RUN_HAS_IT, PRESETS, Clipping, Server, preset_options, server_of
 from ..options.declare import FromText
 from .arguments import PATH_OR_NAME, Common
 
@@ -46,11 +46,20 @@ def fill(arguments: ArgumentCollection, command: str) -> None:
     if asked is not None and asked.tokens:
         _fill_from(Path(asked.tokens[0].value), known, command)
     preset = known.get("preset")
-    if preset is not None and preset.tokens:
-        for name, value in PRESETS.get(preset.tokens[0].value, {}).items():  # type: ignore[call-overload]
+    if preset is not None and preset.tokens and preset.tokens[0].value in PRESETS:
+        for name, value in _preset_options(known).items():
             of = known[name.replace("_", "-")]
             if not of.tokens:
                 of.append(Token(keyword=of.name, value=str(value), source="--preset"))
+
+
+def _preset_options(known: Mapping[str, Argument]) -> Mapping[str, Any]:
+    """The options that the preset among the `known` arguments stands for, by the server and the graph beside it."""
+    named = known["for"].tokens
+    graph = all(token.implicit_value is not False for token in known["graph"].tokens)
+    server: Any = named[0].value if named and named[0].value in get_args(Server) else None
+    chosen: Any = known["preset"].tokens[0].value
+    return preset_options(chosen, server_of(server, graph))
 
 
 def _fill_from(file: Path, known: Mapping[str, Argument], command: str) -> None:

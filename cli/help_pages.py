@@ -33,8 +33,8 @@ PAGES: Mapping[str, Page] = {
     "run": Page(
         (
             ("fp8q run MODEL --data text.jsonl --out RUN", "all stages; calling it again resumes"),
-            ("fp8q run MODEL --data text.jsonl --out RUN --preset exact", "two codes and GPTQ: loses far less"),
-            ("fp8q run MODEL --data text.jsonl --out RUN --no-graph", "for vLLM: checkpoint, proof and report alone"),
+            ("fp8q run MODEL --data text.jsonl --out RUN --preset exact", "for engines and Triton: loses far less"),
+            ("fp8q run MODEL --data text.jsonl --out RUN --preset exact --for vllm", "the same for vLLM"),
             ("fp8q run MODEL --data text.jsonl --out RUN --target sm89", "an engine for this GPU (Ada) alone"),
             ("fp8q run MODEL --data text.jsonl --out RUN --max-ppl-increase 1%", "exit code 3 where it loses more"),
         ),
@@ -47,13 +47,13 @@ PAGES: Mapping[str, Page] = {
         (
             ("fp8q calibrate MODEL --data text.jsonl --out RUN", "measure, choose scales, write RUN/model"),
             ("fp8q calibrate MODEL --data chats.jsonl --out RUN --chat-template", "rows of messages"),
-            ("fp8q calibrate MODEL --data text.jsonl --out RUN --preset exact", "two codes and GPTQ: loses far less"),
+            ("fp8q calibrate MODEL --data text.jsonl --out RUN --preset exact --for vllm", "loses far less"),
             ("fp8q calibrate MODEL --data text.jsonl --out RUN --kv-cache fp8", "the KV cache in FP8 too"),
             ("fp8q calibrate MODEL --data code.jsonl=3 --data prose.txt=1 --out RUN", "a mixture of texts"),
         ),
         (
             "--data", "--eval-data", "--out", "--samples", "--seq-len", "--chat-template", "--preset", "--kv-cache",
-            "--skip", "--form", "--weight-rounding", "--stream", "--graph",
+            "--skip", "--form", "--stream", "--graph", "--for",
         ),
     ),
     "convert": Page(

@@ -12,10 +12,14 @@ from .calibrate import (
     Bos,
     CalibrateOptions,
     CorpusOptions,
+    FormChoiceOptions,
     MeasureOptions,
     Preset,
+    Server,
     SourceOptions,
     TokenizerChoice,
+    preset_options,
+    server_of,
 )
 from .clipping import METHODS, AmaxAlgorithm, ClipMethod, Clipping, History, Method, ScaleGrid
 from .compare import PAIR_CONTEXT, CompareOptions, PairOptions
@@ -56,13 +60,11 @@ from .validate import (
     Accumulator,
     ContinueOptions,
     DoctorOptions,
-    FormChoiceOptions,
     PageOptions,
     PlanOptions,
     Prefer,
     ReportOptions,
     SensitivityOptions,
-    Server,
     TuneOptions,
     ValidateOptions,
 )
@@ -153,4 +155,6 @@ __all__ = [
     "WeightRounding",
     "WeightScale",
     "model_name",
+    "preset_options",
+    "server_of",
 ]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ..core.errors import InputError
-from .declare import MODEL, TEXT, Options, Unkeyed, between, interval_of, option
+from .declare import MODEL, SCALES, TEXT, Options, Unkeyed, between, interval_of, option
 from .scales import ScaleOptions
 
 #: What tokenizes: tokenizer.json as it is, or what transformers' AutoTokenizer makes of the files.
@@ -40,6 +40,18 @@ PRESETS: Mapping[Preset, Mapping[str, Any]] = {
         "bf16_weights": 0.03,
     },
 }
+#: The servers that a run is made for. `tensorrt`: fp8q's graphs, in engines, Triton, `fp8q serve` and ONNX Runtime.
+#: `vllm-plugin`: vLLM with fp8q-vllm. `any`: all that read a compressed-tensors checkpoint.
+Server = Literal["tensorrt", "vllm-plugin", "vllm", "sglang", "transformers", "any"]
+#: The servers that multiply second codes (`quantize.scales.servers`); FP8 weights with inputs in BF16, weights alone,
+#: lose as little in the others.
+WITH_SECOND_CODES: tuple[Server, ...] = ("tensorrt", "vllm-plugin")
+#: The help of `--for`, of `calibrate`, `run` and `tune`.
+FOR = (
+    "Choose only what this server computes. tensorrt: everything, in engines, Triton and `fp8q serve`. "
+    "vllm-plugin: vLLM with fp8q-vllm; its experts take one code an activation. vllm, sglang, transformers, any: no "
+    "second codes; FP8 weights with activations in BF16 take their place."
+)
 #: The choices for the tokenizer's prefix of each window.
 Bos = Literal["auto", "never"]
 #: The help of `--allow-overlap`, of `calibrate` and `validate`.
@@ -154,5 +166,27 @@ class MeasureOptions(Options):
 
 
 @dataclass(frozen=True)
-class CalibrateOptions(MeasureOptions, SourceOptions, CorpusOptions, ScaleOptions):
-    """Options of `fp8q calibrate`: of the corpus, the source model, the measurement and the scales."""
+class FormChoiceOptions(Options):
+    """The server that forms are chosen for. `server` None: by the graph."""
+
+    server: Annotated[Server | None, option(SCALES, FOR, default="tensorrt, or vllm without a graph", name="--for")] = (
+        None
+    )
+
+
+@dataclass(frozen=True)
+class CalibrateOptions(MeasureOptions, SourceOptions, CorpusOptions, ScaleOptions, FormChoiceOptions):
+    """Options of `fp8q calibrate`: of the corpus, the source model, the measurement, the scales and the server."""
+
+
+def server_of(named: Server | None, graph: bool) -> Server:
+    """Return the server that forms are chosen for: the one that is `named`, or by the graph."""
+    return named or ("tensorrt" if graph else "vllm")
+
+
+def preset_options(preset: Preset, server: Server) -> Mapping[str, Any]:
+    """Return the options that `preset` stands for in a run for `server`."""
+    options = PRESETS[preset]
+    if options["activation_terms"] == "tail" and server not in WITH_SECOND_CODES:
+        return {**options, "activation_terms": "bf16"}
+    return options

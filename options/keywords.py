@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from . import CalibrateOptions, Clipping, EngineOptions, ExportOptions, FormChoiceOptions, PlanOptions, TritonOptions, ValidateOptions
+from . import CalibrateOptions, Clipping, EngineOptions, ExportOptions, PlanOptions, TritonOptions, ValidateOptions
 
 
 class BenchSettings(TypedDict, total=False):
@@ -41,6 +41,7 @@ class BuildEngineSettings(TypedDict, total=False):
 class CalibrateSettings(TypedDict, total=False):
     """Options of `fp8q.api.calibrate`."""
 
+    server: Literal["tensorrt", "vllm-plugin", "vllm", "sglang", "transformers", "any"] | None
     clip: Clipping
     method: Literal["amax", "percentile", "mse", "entropy", "delayed"]
     percentile: float
@@ -363,6 +364,7 @@ class RunSettings(TypedDict, total=False):
     """Options of `fp8q.api.run`."""
 
     calibrate: CalibrateOptions
+    server: Literal["tensorrt", "vllm-plugin", "vllm", "sglang", "transformers", "any"] | None
     clip: Clipping
     method: Literal["amax", "percentile", "mse", "entropy", "delayed"]
     percentile: float
@@ -440,8 +442,6 @@ class RunSettings(TypedDict, total=False):
     name: str | None
     gpus: Sequence[int] | str | None
     engine_model: bool
-    choice: FormChoiceOptions
-    server: Literal["tensorrt", "vllm-plugin", "vllm", "any"] | None
     planning: PlanOptions
     plan: bool
     preset: Literal["fast", "exact"]
@@ -521,7 +521,7 @@ class TuneSettings(TypedDict, total=False):
     max_kl: float | str | None
     prefer: Literal["memory", "prefill"]
     windows: int
-    server: Literal["tensorrt", "vllm-plugin", "vllm", "any"]
+    server: Literal["tensorrt", "vllm-plugin", "vllm", "sglang", "transformers", "any"]
 
 
 class ValidateSettings(TypedDict, total=False):

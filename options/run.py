@@ -5,11 +5,11 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from .calibrate import CalibrateOptions
+from .calibrate import CalibrateOptions, Server, server_of
 from .declare import without
 from .export import EngineOptions, ExportOptions
 from .serve import TritonOptions
-from .validate import FormChoiceOptions, PlanOptions, Server, ValidateOptions
+from .validate import PlanOptions, ValidateOptions
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,13 @@ class RunOptions:
     engine: Annotated[EngineOptions, without("precision", "adapter")] = EngineOptions()
     validate: Annotated[ValidateOptions, without("allow_overlap")] = ValidateOptions()
     triton: Annotated[TritonOptions, Parameter(parse=False)] = TritonOptions()
-    choice: FormChoiceOptions = FormChoiceOptions()
     planning: PlanOptions = PlanOptions()
     form_named: Annotated[bool, Parameter(parse=False)] = False
 
     @property
     def server(self) -> Server:
         """The server whose forms are chosen from."""
-        return self.choice.server or ("tensorrt" if self.export.graph else "vllm")
+        return server_of(self.calibrate.server, self.export.graph)
 
     def without_idle_graph(self) -> "RunOptions":
         """Return these options without a graph, where the server reads none."""

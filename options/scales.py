@@ -95,7 +95,8 @@ class ScaleOptions(Options):
         tuple[str, ...],
         option(
             SCALES,
-            "Keep the cache of attention modules whose name matches (* and ?) in the compute type. Repeatable.",
+            "Keep the cache of attention modules whose name matches (* and ?), or sliding_window: of all layers with a "
+            "window, in the compute type. Repeatable.",
             "PATTERN",
         ),
         not_empty,

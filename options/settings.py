@@ -10,8 +10,9 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from ..core.errors import InputError
-from .calibrate import PRESETS
+from .calibrate import PRESETS, CalibrateOptions, Server, preset_options, server_of
 from .declare import Options
+from .export import ExportOptions
 from .run import RunOptions
 from .scales import RescaleOptions
 
@@ -21,9 +22,10 @@ Second = TypeVar("Second")
 PRESET = "preset"
 
 
-def with_settings(options: First, settings: Mapping[str, Any]) -> First:
+def with_settings(options: First, settings: Mapping[str, Any], graph: bool = True) -> First:
     """Return `options` with the `settings` by name, among them a `preset`, which the others override.
 
+    `graph`: whether a run of options without those of graphs has one, which tells the server that a preset is for.
     Raises InputError for a name that is no option of these, and for a preset that is none.
     """
     if not settings:
@@ -33,7 +35,7 @@ def with_settings(options: First, settings: Mapping[str, Any]) -> First:
         name = asked.pop(PRESET)
         if name not in PRESETS or "weight_rounding" not in option_names(options):
             raise InputError(f"preset={name!r}", f"is none of {', '.join(PRESETS)} of these options")
-        asked = {**PRESETS[name], **asked}
+        asked = {**preset_options(name, _server(options, asked, graph)), **asked}
         if isinstance(options, RunOptions):
             asked["form_named"] = True
     known = option_names(options)
@@ -52,9 +54,21 @@ def with_settings_of_both(first: First, second: Second, settings: Mapping[str, A
     """
     names = option_names(first) | {PRESET}
     later = {name: value for name, value in settings.items() if name not in names and name in option_names(second)}
-    return with_settings(first, {name: settings[name] for name in settings.keys() - later}), with_settings(
-        second, later
-    )
+    changed = with_settings(second, later)
+    graph = changed.graph if isinstance(changed, ExportOptions) else True
+    return with_settings(first, {name: settings[name] for name in settings.keys() - later}, graph), changed
+
+
+def _server(options: Any, asked: Mapping[str, Any], graph: bool) -> Server:
+    """Return the server that a preset is for: by what is `asked` for, else by the `options`; those of scales alone
+    name none, and second codes are for the graph and the plugin.
+    """
+    if isinstance(options, RunOptions):
+        graph = asked.get("graph", options.export.graph)
+        options = options.calibrate
+    if isinstance(options, CalibrateOptions):
+        return server_of(asked.get("server", options.server), graph)
+    return "tensorrt"
 
 
 def option_names(options: Any) -> set[str]:

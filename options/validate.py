@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from ..core.errors import InputError
-from .calibrate import ALLOW_OVERLAP
+from .calibrate import ALLOW_OVERLAP, FOR, Server
 from .declare import (
     EVALUATION,
     OPTIONS,
@@ -97,15 +97,6 @@ WITHOUT_GRAPH = frozenset(name for name, runtime in RUNTIMES.items() if runtime.
 FLOAT = frozenset(name for name in WITHOUT_GRAPH if RUNTIMES[name].arithmetic == BF16_ARITHMETIC)
 #: The accumulators for products of codes (`quantize.reference.adder`).
 Accumulator = Literal["fp32", "fp22", "two-level"]
-#: The servers that `tune` chooses for. `tensorrt`: fp8q's graphs, in engines, Triton, `fp8q serve` and ONNX Runtime.
-#: `vllm-plugin`: vLLM with fp8q-vllm. `any`: all that read a compressed-tensors checkpoint.
-Server = Literal["tensorrt", "vllm-plugin", "vllm", "any"]
-#: The help of `--for`, of `tune` and `run`.
-FOR = (
-    "Choose only what this server computes. tensorrt: everything, in engines, Triton and `fp8q serve`. "
-    "vllm-plugin: vLLM with fp8q-vllm; its experts take one code an activation. vllm, any: no second codes; "
-    "FP8 weights with activations in BF16 take their place."
-)
 #: The tokens that are scored by default; of a longer text in evenly spaced windows.
 MAX_TOKENS = 1 << 15
 #: The windows that an interval needs. Of n normal values the bootstrap's interval of 95 % is mean ± 1.96 s
@@ -323,15 +314,6 @@ class DoctorOptions(Options):
         option(EVALUATION, "Calibration windows to run, evenly spaced; 0 runs no model. Of a RUN only.", "N"),
         between(0),
     ] = 4
-
-
-@dataclass(frozen=True)
-class FormChoiceOptions(Options):
-    """Options of the form that `fp8q run` finds where none was asked for. `server` None: by the graph."""
-
-    server: Annotated[
-        Server | None, option(EVALUATION, FOR, default="tensorrt, or vllm without a graph", name="--for")
-    ] = None
 
 
 @dataclass(frozen=True)

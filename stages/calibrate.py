@@ -14,9 +14,10 @@ from ..calibrate.text import mixture
 from ..core.output_folder import WorkFolder
 from ..core.reporter import SILENT
 from ..core.run import Run
-from ..options import ExportOptions, RescaleOptions, RunOptions, ScaleOptions
+from ..options import ONE, ExportOptions, RescaleOptions, RunOptions, ScaleOptions, Server
 from ..quantize.checkpoint.tokenizer_files import calibrated_remark, difference_in_vllm
-from ..quantize.scales.policy import ModelGemms, few_tokens_note
+from ..quantize.scales.policy import ModelGemms, check_patterns, few_tokens_note
+from ..quantize.scales.servers import ONE_CODE_IN_EXPERTS
 from . import preflight
 from .corpus import Collected, collect, write_corpus
 from .costliest import choose_costliest
@@ -56,11 +57,21 @@ def calibration_of(
     return Calibration(str(model), texts, None if eval_data is None else str(eval_data), options)
 
 
+def without_idle_graph(what: Calibration, notes: Notes) -> Calibration:
+    """Leave out the graph where the server reads none, with a note."""
+    options = what.options.without_idle_graph()
+    if options == what.options:
+        return what
+    notes.note(f"--for {options.server}: reads the checkpoint; no graph, engine and Triton repository are made")
+    return replace(what, options=options)
+
+
 def calibrate(run: Run, notes: Notes, what: Calibration) -> Run:
     """Measure, choose scales, and write checkpoint and graphs into `run`.
 
     In several processes that torchrun started, all measure and the first alone does the rest.
     """
+    what = without_idle_graph(what, notes)
     options = what.options.calibrate
     with joined_ranks() as world:
         if world.rank:
@@ -77,11 +88,29 @@ def calibrate(run: Run, notes: Notes, what: Calibration) -> Run:
         )
     else:
         chosen = what.later.chosen_options(run) if what.later else options
+        held = tuple(f"{layer}." for layer in load_record(run).experts or {})
+        experts = [module for module in check_patterns(chosen, gemms) if module.startswith(held)]
+        chosen = experts_as_served(chosen, options.server, experts, notes)
         if chosen != options:
             gemms = sources.gemms_of(source, chosen)
         _quantized(run, source, gemms, chosen, notes, options.stream)
         export_or_note(run, what.options.export, notes)
     return run
+
+
+def experts_as_served(
+    options: ScaleOptions, server: Server | None, experts: Sequence[str], notes: Notes
+) -> ScaleOptions:
+    """Let `experts`, the quantized GEMMs of experts, take one code where one form was asked for every module, and the
+    `server` that was named computes no other for them.
+    """
+    form = options.form_of_all
+    if not experts or server not in ONE_CODE_IN_EXPERTS or form == ONE or form.at_run_time:
+        return options
+    if not all(rule.every for rule in options.form_rules):
+        return options
+    notes.note(f"--for {server}: experts take one code, since it has no GEMM of experts for {form.words}")
+    return replace(options, form=(*options.form, f"*.experts.*={ONE}"))
 
 
 def _take_part(run: Run, what: Calibration, notes: Notes, world: World) -> None:

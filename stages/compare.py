@@ -12,7 +12,7 @@ from ..core.files import write_document
 from ..core.output_folder import WorkFolder
 from ..core.reporter import Reporter
 from ..core.run import Run
-from ..options import CompareOptions
+from ..options import BLOCK, CompareOptions
 from ..quantize.scales.decisions import load_scales
 from ..quantize.scales.scheme import tails_of
 from ..serve.local.chat_template import ChatTemplate
@@ -24,7 +24,16 @@ from ..validate.endpoint.asking import ask_all, find_server, translated, without
 from ..validate.endpoint.checkpoint import check_candidate, run_checkpoint
 from ..validate.endpoint.client import Client
 from ..validate.endpoint.document import ModelComparison
-from ..validate.endpoint.judgement import ARITHMETICS, UNIT_CACHE, Judged, judge, judge_prompt, judge_reading
+from ..validate.endpoint.judgement import (
+    ARITHMETICS,
+    AS_GOOD,
+    UNIT_CACHE,
+    WEIGHTS_ALONE,
+    Judged,
+    judge,
+    judge_prompt,
+    judge_reading,
+)
 from ..validate.endpoint.prompts import Prompt, compared_positions, more_positions, prompts_of
 from ..validate.endpoint.reading import bound_of, other_reading, reference_readings
 from .pipeline.stage import CALIBRATE_MODULES, NO_FACTS, Key, Notes, device, lacking, needs
@@ -110,8 +119,8 @@ def _asked(
         reading = other_reading(
             server, reference_readings(stored_tokens, vocabulary), renderer_of(run.model, notes), bound
         )
-    if judged.verdict in UNEXPLAINED and asked.answers.with_logprobs and tail is None and has_cache_scales(run):
-        judged = _by_unit_cache(run, stored_tokens, asked.answers, judged, notes)
+    if judged.verdict in UNEXPLAINED and asked.answers.with_logprobs and tail is None:
+        judged = _by_server_arithmetics(run, stored_tokens, asked.answers, judged, notes)
     server_facts = {"answered": client.url, "model": server.model, "form": asked.form, "requests": client.requests}
     return _document(judge_reading(judged, reading), prompts, asked.answers, tail, server_facts)
 
@@ -137,19 +146,38 @@ def has_cache_scales(run: Run) -> bool:
     return any(bool((scale.stored != 1).any()) for scale in load_scales(run).kv_cache.values())
 
 
-def _by_unit_cache(
+def has_coded_inputs(run: Run) -> bool:
+    """Tell whether the run has codes of inputs, none of them in blocks, which a server may leave in BF16."""
+    forms = set(load_scales(run).forms.values())
+    return BLOCK not in forms and any(form.terms for form in forms)
+
+
+#: The arithmetic of a server -> the question that it answers, and whether a run may be computed so.
+SERVER_ARITHMETICS: Mapping[str, tuple[str, Callable[[Run], bool]]] = {
+    UNIT_CACHE: ("whether the server's FP8 cache has its scales", has_cache_scales),
+    WEIGHTS_ALONE: ("whether the server leaves inputs in BF16", has_coded_inputs),
+}
+
+
+def _by_server_arithmetics(
     run: Run, stored_tokens: TopTokens, answers: LikelyTokens, judged: Judged, notes: Reporter
 ) -> Judged:
-    """Judge answers again with the arithmetic of a cache without scales; as before where they do not have that."""
-    if missing := lacking(CALIBRATE_MODULES):
-        notes.note(f"whether the server's FP8 cache has its scales was not tried: {missing} is not installed")
-        return judged
-    from ..validate.endpoint.unit_cache import with_unit_cache  # loads torch
+    """Judge answers again with each arithmetic of servers that the run may be computed in; as before where they have
+    none of these. Where no more is lost than was validated inputs in BF16 are no fault.
+    """
+    as_good = judged.verdict == "undecided" and {*judged.arithmetics} <= AS_GOOD
+    for name, (question, possible) in SERVER_ARITHMETICS.items():
+        if not possible(run) or (as_good and name == WEIGHTS_ALONE):
+            continue
+        if missing := lacking(CALIBRATE_MODULES):
+            notes.note(f"{question} was not tried: {missing} is not installed")
+            continue
+        from ..validate.endpoint.server_arithmetics import with_arithmetic  # loads torch
 
-    tried = with_unit_cache(run, stored_tokens, device(), notes)
-    again = judge(tried, answers, np.nonzero(stored_tokens.positions)[0])
-    if again.arithmetics == [ARITHMETICS[UNIT_CACHE]]:
-        return again
+        tried = with_arithmetic(run, stored_tokens, name, device(), notes)
+        again = judge(tried, answers, np.nonzero(stored_tokens.positions)[0])
+        if again.arithmetics == [ARITHMETICS[name]]:
+            return again
     return judged
 
 

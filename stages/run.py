@@ -25,7 +25,7 @@ from ..options import (
 )
 from ..options.form import longest_tail
 from .build_engine import build_engine
-from .calibrate import Calibration, calibrate
+from .calibrate import Calibration, calibrate, without_idle_graph
 from .corpus import Collected
 from .export import LEFT_OUT, OF_A_GRAPH
 from .forms import chosen_options, validate_acceptable
@@ -145,12 +145,11 @@ def run_all(run: Run, notes: Notes, what: Calibration) -> Run:
 
     GateError and UnfinishedError are raised after everything is written.
     """
-    options = what.options.without_idle_graph()
-    if options != what.options:
-        notes.note(f"--for {options.server}: reads the checkpoint; no graph, engine and Triton repository are made")
+    what = without_idle_graph(what, notes)
+    options = what.options
     later = Following(options, notes)
     try:
-        calibrate(run, notes, replace(what, options=options, later=later))
+        calibrate(run, notes, replace(what, later=later))
     except OnlyPlannedError:
         return run
     if process_rank().rank == 0:  # the first rank alone does what follows

@@ -37,17 +37,16 @@ def readme_forms() -> str:
             operations("one term"), UNITS, ALL,
         ],
         [
-            "`--preset exact`: two codes for decoded tokens and the last 64 of a prompt",
-            *shares(real.EXACT), loss("fp8q, a tail of 64, gptq"), operations("tail of 64"),
-            UNITS, GRAPHS,
+            "`--preset exact`, `--for vllm`, `sglang`, `transformers`: FP8 weights alone", *shares(real.EXACT_ALONE),
+            "as two codes", operations("weights alone"), "any with BF16; in vLLM from Turing on, no CPU", ALL,
+        ],
+        [
+            "`--preset exact`, `--for tensorrt`, `vllm-plugin`: two codes for decoded tokens and a prompt's last 64",
+            *shares(real.EXACT), loss("fp8q, a tail of 64, gptq"), operations("tail of 64"), UNITS, GRAPHS,
         ],
         [
             "`--form two`: two codes everywhere", *shares("fp8q, two codes, gptq"), two, operations("two terms"),
             UNITS, GRAPHS,
-        ],
-        [
-            "`--form bf16`: FP8 weights alone", *shares("weights alone, gptq"), "as two codes",
-            operations("weights alone"), "any with BF16; in vLLM from Turing on, no CPU", ALL,
         ],
     ]  # fmt: skip
     loss_of = "loss, over that of ModelOpt's FP8"

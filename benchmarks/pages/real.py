@@ -9,7 +9,7 @@ from markdown import load, table
 MODELS = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}
 #: The results of a model, of different rows.
 RESULTS_OF = ("real_models_{}", "real_models_exact_{}")
-EXACT = "fp8q, --preset exact"
+EXACT, EXACT_ALONE = "fp8q, --preset exact", "weights alone, --preset exact"
 BF16, MODELOPT = "BF16", "ModelOpt FP8_DEFAULT_CFG"
 #: Row of the results -> its title.
 RECIPES = {
@@ -26,7 +26,7 @@ RECIPES = {
     "weights alone, nearest": "fp8q, `bf16`, `nearest`",
     "weights alone, gptq": "fp8q, `bf16`, `gptq`",
     EXACT: "fp8q, `--preset exact`",
-    "weights alone, --preset exact": "the weights of `--preset exact` alone",
+    EXACT_ALONE: "fp8q, `--preset exact --for vllm`",
 }
 DECODED = {
     "fp8q, default": "one term, nearest",
@@ -35,6 +35,7 @@ DECODED = {
     EXACT: "`--preset exact`",
     "fp8q, two codes, gptq": "two terms",
     "weights alone, gptq": "weights alone",
+    EXACT_ALONE: "`--preset exact --for vllm`",
 }
 CLIPS = {"fp8q, default": "amax"} | {f"fp8q, default, {clip}": clip for clip in ("percentile", "mse", "entropy")}
 CACHE, PARTS = "cache alone, ", ("K", "V", "K and V")

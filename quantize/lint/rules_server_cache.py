@@ -5,7 +5,7 @@ from ...core.findings import Broken
 from ..reading.quantization_config import CONFIG
 from .servers import Applies, Served, server_rule
 
-#: Classes of vLLM 0.32 that make their attention without a quantization configuration, which has no scales then.
+#: Classes of vLLM 0.33 that make their attention without a quantization configuration, which has no scales then.
 VLLM_UNREAD = frozenset(
     (
         "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "JambaForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM",

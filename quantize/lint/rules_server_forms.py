@@ -1,9 +1,10 @@
-"""Rules S101, S102 and S111 to S117: the version, and forms that a server refuses, takes for another or in part."""
+"""Rules S101, S102 and S111 to S118: the version, and forms that a server refuses, takes for another or in part."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...core.findings import Broken
+from ...options import BF16, DYNAMIC
 from ..reading.compressed_tensors import online_transforms
 from ..reading.quantization_config import CONFIG
 from ..reading.run_checkpoint import FP8Q_CONFIG
@@ -257,6 +258,27 @@ def blocks_rounded_again(served: Served) -> Broken:
         more = f"and {len(again) - 1:,} more are" if len(again) > 1 else "is"
         fault = f"{more} no powers of two, to which {served.title} rounds them {where}, and the codes a second time"
         yield again[0], f"{fault}; write them so by `fp8q convert CHECKPOINT --form block`"
+
+
+@server_rule(
+    "S118",
+    "inputs-coded-anyway",
+    "warning",
+    Applies("transformers", "`integrations/compressed_tensors.py`, CompressedTensorsFP8Linear", "5.23"),
+)
+def inputs_coded_anyway(served: Served) -> Broken:
+    """Inputs are computed as the checkpoint has them. With `use_optimized_inference` transformers gives the input of
+    every FP8 layer a scale for each token where FP8 GEMMs run: static scales are left out, and inputs in BF16 are
+    rounded too, which no file asked for.
+    """
+    if served.fp8 is None or served.method != "compressed-tensors":
+        return
+    others = [codes for codes in served.fp8.codes.values() if codes.scheme.input != DYNAMIC]
+    if others and served.said.get("use_optimized_inference") is True:
+        has = "in BF16" if others[0].scheme.input == BF16 else f"in {others[0].scheme.input.words}"
+        many = f" and {len(others) - 1:,} more" if len(others) > 1 else ""
+        fault = f"has use_optimized_inference, and {others[0].module}{many} with inputs {has}"
+        yield CONFIG, f"{fault}: transformers codes them under a scale for each token on GPUs; take the field out"
 
 
 @server_rule(

@@ -8,6 +8,7 @@ import numpy as np
 from ...calibrate.checkpoint.mtp_layers import vllm_name
 from ...calibrate.input.patterns import BoundedPattern, PatternFile
 from ...core.findings import Broken
+from ...options import BF16
 from ..reading.fp8_tensors import Checkpoint
 from ..reading.quantization_config import CONFIG
 from .rules_modules import joined_modules, vocabulary_table
@@ -147,6 +148,34 @@ def _tensor_scales(checkpoint: Checkpoint, group: list[str]) -> dict[str, float]
     return scales
 
 
+#: FP16's least numbers are 2^-24 apart and E4M3's 2^-9: from this scale on a code times it is rounded by no more than
+#: half a step of codes.
+LEAST_IN_HALF = 2.0**-15
+
+
+@server_rule(
+    "S155",
+    "tensor-scales-in-half",
+    "warning",
+    Applies("vllm", "`quantization/utils/w8a8_utils.py`, per_tensor_dequantize"),
+    Applies("sglang", "`quantization/utils.py`, per_tensor_dequantize"),
+)
+def tensor_scales_in_half(served: Served) -> Broken:
+    """Codes stay what they are. Those of a weight with one scale are multiplied by it in FP16 when vLLM or SGLang loads
+    them, and coded again: under 2^-15 small ones become others. Inputs in BF16, and a scale for each channel, go
+    without that.
+    """
+    if served.fp8 is None:
+        return
+    coded = [module for module, codes in served.fp8.codes.items() if codes.scheme.input != BF16]
+    small = {name: scale for name, scale in _tensor_scales(served.fp8, coded).items() if 0 < scale < LEAST_IN_HALF}
+    if small:
+        module = min(small, key=lambda name: small[name])
+        many = f", and of {len(small) - 1:,} more" if len(small) > 1 else ""
+        fault = f"is {small[module]:.3g}{many}, under 2^-15: {served.title} multiplies codes by it in FP16"
+        yield f"{served.fp8.codes[module].scale}", f"{fault}, and codes them again; give a scale for each channel"
+
+
 @server_rule(
     "S152",
     "joined-hybrid",
@@ -268,6 +297,8 @@ def ignore_differs(served: Served) -> Broken:
             yield f"{module}.weight", f"{fault}; name whole modules there"
 
 
+#: The beginnings of the classes whose head TensorRT-LLM makes in BF16, whatever the file has (its issue 17723).
+BF16_HEADS = ("Qwen3_5",)
 #: From this version on SGLang reads the head as codes where a target of compressed-tensors names it.
 SGLANG_HEADS = "0.5.19"
 
@@ -278,13 +309,16 @@ SGLANG_HEADS = "0.5.19"
     "error",
     Applies("vllm", "`compressed_tensors.py` and `fp8.py`, get_quant_method: ParallelLMHead is no LinearBase"),
     Applies("sglang", "`compressed_tensors.py`, get_lm_head_scheme (0.5.19); `fp8.py`: the head is no LinearBase"),
+    Applies("tensorrt-llm", "`_torch/models/modeling_utils.py`, _resolve_lm_head_quant_config; issue 17723"),
     Applies("transformers", "`quantizers/base.py`, get_keys_to_not_convert; an embedding is no nn.Linear"),
 )
 def head_in_codes(served: Served) -> Broken:
     """An output head or an embedding in codes is made of codes by the server. vLLM and SGLang make a head of its own
     class, which the target Linear does not name: compressed-tensors' targets must name it, by a name or an expression,
     and the form fp8 has no such list. They copy its codes into BF16, without the scale, or end with an error over it;
-    so does transformers with the form fp8 where no list says which modules stay, and with any embedding.
+    so does transformers with the form fp8 where no list says which modules stay, and with any embedding. TensorRT-LLM
+    knows a head in codes by its `weight_scale`, and makes that of Qwen3.5's classes in BF16 all the same. SGLang ends
+    with an error over a head in blocks.
     """
     checkpoint = served.fp8
     if checkpoint is None or checkpoint.declared.form == "modelopt":
@@ -292,12 +326,15 @@ def head_in_codes(served: Served) -> Broken:
     for module, codes in checkpoint.codes.items():
         table = vocabulary_table(checkpoint, module)
         head = table == "head"
-        if table is not None and not _made_of_codes(served, checkpoint, module, head):
+        if head and served.server == "sglang" and codes.granularity == "block":
+            fault = "is an output head in blocks, over which SGLang ends with an error, or copies the codes"
+            yield codes.weight, f"{fault}; give it a scale for each channel, or leave it in BF16"
+        elif table is not None and not _made_of_codes(served, checkpoint, module, head):
             what = "output head" if head else "embedding"
             ends = ", or ends with an error over it" if served.server == "vllm" else ""
             copied = f"it copies the codes without their scale{ends}"
             fault = f"is an {what} in FP8, and {served.title} makes it in BF16: {copied}"
-            if checkpoint.declared.form == "compressed-tensors" and head and served.server != "transformers":
+            if checkpoint.declared.form == "compressed-tensors" and head and served.server in ("vllm", "sglang"):
                 newer = served.server == "sglang" and not served.is_since(SGLANG_HEADS)
                 naming = f"take SGLang {SGLANG_HEADS}, and name" if newer else "name"
                 remedy = f"{naming} {module} among the targets, or leave it in BF16"
@@ -310,6 +347,9 @@ def _made_of_codes(served: Served, checkpoint: Checkpoint, module: str, head: bo
     """Tell whether the server makes codes of a head, or of an embedding."""
     declared = checkpoint.declared
     target = declared.target_of(module)
+    if served.server == "tensorrt-llm":
+        named = f"{module}.weight_scale" in checkpoint.tensors and declared.ignored_by(module) is None
+        return head and named and not served.architecture.startswith(BF16_HEADS)
     if declared.form == "fp8":
         return head and served.server == "transformers" and declared.ignore is not None
     if target is None or declared.ignored_by(module) is not None:

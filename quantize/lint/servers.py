@@ -2,8 +2,9 @@
 
 Servers read the same files in different ways, and change it from version to version. So a rule has a check, and for
 each server that it is true of the versions and the place in the server's source where that was read. Nothing of a
-server is installed or run. The sources that were read: the wheels of vLLM 0.27.1 and 0.32.0, of SGLang 0.5.16 to 0.5.23
-and of transformers 5.23.0, and TensorRT-LLM's repository between its versions 1.2 and 1.3 (September 2026).
+server is installed or run. The sources that were read: the wheels of vLLM 0.27.1, 0.32.0 and 0.33.0, of SGLang 0.5.16
+to 0.5.23 and of transformers 5.23.0 and 5.24.0, and TensorRT-LLM's repository between its versions 1.2 and 1.3
+(September 2026).
 """
 
 import re
@@ -31,10 +32,10 @@ TITLES: Mapping[CheckpointServer, str] = {
 }
 #: CheckpointServer -> the oldest and the newest version whose source was read.
 READ: Mapping[CheckpointServer, tuple[str, str]] = {
-    "vllm": ("0.27.1", "0.32.0"),
+    "vllm": ("0.27.1", "0.33.0"),
     "sglang": ("0.5.16", "0.5.23"),
     "tensorrt-llm": ("1.3", "1.3"),
-    "transformers": ("5.19.0", "5.23.0"),
+    "transformers": ("5.19.0", "5.24.0"),
 }
 Version = tuple[int, ...]
 _VERSION = re.compile(r"v?(\d{1,6}(?:\.\d{1,6}){0,3})(?:[.+-]?[a-z].*)?", re.IGNORECASE)

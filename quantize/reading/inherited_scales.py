@@ -78,7 +78,7 @@ def inherited_scales(source: Source, statistics: Statistics, gemms: ModelGemms, 
     """Take the scales of `source` for every tensor in `gemms`; the weights' scales follow when they are written."""
     chosen, skipped = select(gemms, options.skip, options.only)
     parts = CACHE_PARTS[options.kv_cache]
-    in_bf16 = bf16_attentions(options.kv_skip, attentions_of(statistics))
+    in_bf16 = bf16_attentions(options.kv_skip, attentions_of(statistics), source.text_config.to_dict())
     activations, without_scale = inherited_activations(source, statistics, chosen)
     cache = inherited_cache(source, statistics, parts)
     return Scales.before_weights(activations, cache, in_bf16, skipped | without_scale)

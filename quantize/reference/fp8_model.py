@@ -116,6 +116,14 @@ class Reference:
                 layer.terms = min(layer.terms, 1)
                 layer.tail = None
 
+    def leave_inputs(self) -> None:
+        """Leave the inputs of layers in BF16 from now on, as servers do that multiply the weights' codes alone."""
+        for layer in self.model.modules():
+            if isinstance(layer, FP8Linear) and not isinstance(layer, BlockLinear):
+                layer.terms = 0
+                layer.tail = None
+                layer.run_time_scales = None
+
     def sum_in(self, accumulator: Accumulator) -> None:
         """Sum products of codes as `accumulator` has it from now on: those of all layers that compute in the mode
         `exact`, and those of probabilities and values where attention is on codes.

@@ -9,9 +9,11 @@ channels. A clip of the whole tensor, which the other methods choose from a hist
 bounds those of its heads: a head's clip is the smaller of the two.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -23,21 +25,38 @@ from .activation_scales import described, scale_with_margin, tensor_scale, unfit
 from .clip import SMALLEST_SCALE, scale_of
 from .decisions import TensorScale
 
+#: The pattern of the layers whose attention has a window, as `--kv-cache-dtype-skip-layers` of vLLM names them.
+SLIDING = "sliding_window"
 
-def bf16_attentions(patterns: Sequence[str], attentions: Iterable[str]) -> list[str]:
-    """The modules among `attentions`, those that write the cache, which a pattern of `--kv-skip` matches.
+
+def _with_window(attentions: Iterable[str], config: Mapping[str, Any]) -> set[str]:
+    """The modules among `attentions` of layers with a sliding window, by the model's `config`."""
+    kinds = config.get("layer_types")
+    if not kinds:
+        return set(attentions) if config.get(SLIDING) else set()
+    sliding = {number for number, kind in enumerate(kinds) if kind == "sliding_attention"}
+    return {name for name in attentions if sliding.intersection(map(int, re.findall(r"\.(\d+)\.", name)[:1]))}
+
+
+def bf16_attentions(patterns: Sequence[str], attentions: Iterable[str], config: Mapping[str, Any]) -> list[str]:
+    """The modules among `attentions`, those that write the cache, which a pattern of `--kv-skip` matches: `SLIDING`
+    those of layers with a window, by the model's `config`.
 
     Raises InputError for a pattern that matches none of them, and when all of them match.
     """
     names = list(dict.fromkeys(attentions))
+    matched = set[str]()
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        sliding = _with_window(names, config) if pattern == SLIDING else set()
+        matching = sliding | {name for name in names if fnmatchcase(name, pattern)}
+        matched |= matching
+        if not matching:
             raise InputError(
                 f"--kv-skip {pattern}",
                 "matches no attention module",
                 f"names are like {', '.join(names[:2]) or 'none'}",
             )
-    in_bf16 = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    in_bf16 = [name for name in names if name in matched]
     if names and len(in_bf16) == len(names):
         raise InputError(
             f"--kv-skip {' '.join(patterns)}",

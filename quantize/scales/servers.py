@@ -26,9 +26,9 @@ COMPUTED: dict[Kind, tuple[Kind | None, ...]] = {
     "two": ("two", "two", "one", "one", "one", None, "one"),
     "bf16": ("bf16", "bf16", "bf16", "bf16", "bf16", None, "bf16"),
 }  # fmt: skip
-#: The servers that compute experts in one code alone. vLLM has no GEMM of experts in two terms or with FP8 weights
-#: alone, and wants all experts of a layer in one form.
-ONE_CODE_IN_EXPERTS: tuple[Server, ...] = ("vllm-plugin", "vllm", "any")
+#: The servers that compute experts in one code alone. vLLM and SGLang have no GEMM of experts in two terms or with FP8
+#: weights alone, and vLLM wants all experts of a layer in one form.
+ONE_CODE_IN_EXPERTS: tuple[Server, ...] = ("vllm-plugin", "vllm", "sglang", "any")
 
 
 #: Kind of form -> the reason why a run with modules in it has no graph.

@@ -79,7 +79,7 @@ def gemms_of(source: Source, options: ScaleOptions = ScaleOptions()) -> ModelGem
     )
     check_tail_length(options, source.max_positions)
     attentions = list(attention_modules(model).values())
-    in_bf16 = bf16_attentions(options.kv_skip, attentions)
+    in_bf16 = bf16_attentions(options.kv_skip, attentions, source.text_config.to_dict())
     coded = [name for name in attentions if name not in in_bf16]
     chosen = check_patterns(options, gemms)
     conv1d = [name for name in modules if output_channel_axis(modules[name]) == 1]

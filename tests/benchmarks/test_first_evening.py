@@ -33,6 +33,9 @@ def test_placeholders_are_filled_and_what_stands_in_has_its_reason() -> None:
     assert asked.stand_ins == ()
     assert command("vllm serve RUN/model", 8123).run_as.startswith("vllm serve runs/mine/model --dtype bfloat16 ")
     assert command("vllm serve RUN/model", 8123).stand_ins == ("vLLM's CPU build serves",)
+    alone = command(".venv/bin/fp8q run MODEL --data TEXT --out RUN --preset exact --for vllm", 8123)
+    assert alone.run_as.endswith(" --out runs/mine --preset fast --for vllm")
+    assert alone.stand_ins == ("one code: vLLM's CPU build refuses weights alone",)
     python, script, *words = shlex.split(command("docker run x", 8123).run_as)
     assert (Path(python).parent.name, Path(script).name) == ("bin", "tritonserver.py")
     assert words == ["runs/mine/triton", "--port", "8123"]

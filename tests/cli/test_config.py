@@ -24,7 +24,6 @@ from fp8q.options import (
     Clipping,
     EngineOptions,
     ExportOptions,
-    FormChoiceOptions,
     KvCache,
     PlanOptions,
     RunOptions,
@@ -93,7 +92,6 @@ def test_a_file_gives_arguments_and_options_with_paths_relative_to_itself(tmp_pa
         "export": ExportOptions(),
         "engine": EngineOptions(targets=("sm89", "sm120"), min_fp8_share=0.96),
         "validate": ValidateOptions(("bf16", "reference"), max_ppl_increase=0.01),
-        "choice": FormChoiceOptions(),
         "planning": PlanOptions(),
         "form_named": False,
     }
@@ -137,7 +135,7 @@ def test_an_empty_array_takes_back_what_the_run_skips(tmp_path: Path) -> None:
         ("seq_len = 3", "seq_len: is no option of `fp8q calibrate`; did you mean seq-len?"),
         (
             "zzz = 1",
-            "zzz: is no option of `fp8q calibrate`; it takes model, data, out, eval-data, preset, method, percentile, ",
+            "zzz: is no option of `fp8q calibrate`; it takes model, data, out, eval-data, preset, for, method, ",
         ),
         ("json = true", "json: is no option of `fp8q calibrate`; it takes model, data, out, eval-data, "),
         ("[calibrate]\nsamples = 3", "calibrate: is no option of `fp8q calibrate`; "),
@@ -328,6 +326,13 @@ def test_a_preset_fills_what_neither_the_command_line_nor_a_file_gives(tmp_path:
     assert chosen("--preset", "exact") == ("tail", "gptq")
     assert chosen("--preset", "fast") == (1, "gptq")
     assert chosen("--preset", "exact", "--weight-rounding", "nearest") == ("tail", "nearest")
+    assert chosen("--preset", "exact", "--for", "vllm") == ("bf16", "gptq")
+    assert chosen("--preset", "exact", "--no-graph") == ("bf16", "gptq")
+    assert chosen("--preset", "exact", "--no-graph", "--for", "vllm-plugin") == ("tail", "gptq")
+    assert chosen("--preset", "exact", "--graph") == ("tail", "gptq")
+    without = file_of(tmp_path, 'preset = "exact"\ngraph = false\n')
+    assert chosen("--config", without) == ("bf16", "gptq")
+    assert chosen("--config", file_of(tmp_path, 'preset = "exact"\nfor = "sglang"\n')) == ("bf16", "gptq")
     file = file_of(tmp_path, 'preset = "exact"\nweight-rounding = "nearest"\n')
     assert chosen("--config", file) == ("tail", "nearest")
     assert chosen("--config", file_of(tmp_path, 'activation-terms = "tail"\n')) == ("tail", "nearest")

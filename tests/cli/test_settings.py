@@ -8,15 +8,23 @@ import pytest
 
 from fp8q.cli.commands import app
 from fp8q.core.errors import InputError
-from fp8q.options import CalibrateOptions, Clipping, RescaleOptions, RunOptions, ScaleOptions, ValidateOptions
-from fp8q.options.settings import with_settings
+from fp8q.options import (
+    CalibrateOptions,
+    Clipping,
+    ExportOptions,
+    RescaleOptions,
+    RunOptions,
+    ScaleOptions,
+    ValidateOptions,
+)
+from fp8q.options.settings import with_settings, with_settings_of_both
 
 
 def test_names_go_to_the_class_that_has_them() -> None:
     options = with_settings(CalibrateOptions(seq_len=128), {"samples": 64, "method": "mse", "weight_rounding": "gptq"})
     assert options == CalibrateOptions(seq_len=128, samples=64, clip=Clipping("mse"), weight_rounding="gptq")
     run = with_settings(RunOptions(), {"samples": 8, "graph": False, "max_ppl_increase": "1%", "server": "vllm"})
-    assert run.calibrate == CalibrateOptions(samples=8)
+    assert run.calibrate == CalibrateOptions(samples=8, server="vllm")
     assert not run.export.graph
     assert run.validate == ValidateOptions(max_ppl_increase=0.01)
     assert run.server == "vllm"
@@ -28,6 +36,37 @@ def test_a_preset_is_overridden_by_names_beside_it_and_names_the_form_of_a_run()
     assert with_settings(RunOptions(), {}).finds_form
     assert not with_settings(RunOptions(), {"preset": "fast"}).finds_form
     assert not with_settings(RunOptions(), {"form": ("one",)}).finds_form
+
+
+@pytest.mark.parametrize(
+    ("settings", "terms"),
+    [
+        ({}, "tail"),
+        ({"server": "tensorrt"}, "tail"),
+        ({"server": "vllm-plugin"}, "tail"),
+        ({"server": "vllm"}, "bf16"),
+        ({"server": "sglang"}, "bf16"),
+        ({"server": "transformers"}, "bf16"),
+        ({"server": "any"}, "bf16"),
+        ({"graph": False}, "bf16"),
+        ({"graph": False, "server": "vllm-plugin"}, "tail"),
+        ({"graph": False, "server": "vllm-plugin", "activation_terms": 2}, 2),
+    ],
+)
+def test_the_preset_exact_is_the_form_that_loses_least_in_the_server(settings: dict[str, Any], terms: object) -> None:
+    asked = {"preset": "exact", **settings}
+    of_run = with_settings(RunOptions(), asked).calibrate
+    of_calibrate, _ = with_settings_of_both(CalibrateOptions(), ExportOptions(), asked)
+    for options in (of_run, of_calibrate):
+        assert options == CalibrateOptions(
+            activation_terms=terms, weight_rounding="gptq", weigh_first_token=True, bf16_weights=0.03,  # type: ignore[arg-type]  # as the rows have it
+            server=settings.get("server"),
+        )  # fmt: skip
+    assert with_settings(RunOptions(), asked | {"preset": "fast"}).calibrate.activation_terms in (1, 2)
+
+
+def test_the_preset_exact_of_scales_alone_is_a_tail() -> None:
+    assert with_settings(ScaleOptions(), {"preset": "exact"}).activation_terms == "tail"
 
 
 def test_what_is_not_given_for_scales_stays_as_the_run_has_it() -> None:

@@ -21,9 +21,8 @@ import pytest
 from fp8q import api
 from fp8q.cli import commands, launch
 from fp8q.core.run import Run
-from fp8q.options import CalibrateOptions, ExportOptions
+from fp8q.options import BF16, CalibrateOptions, ExportOptions
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.quantize.scales.scheme import tails_of
 from fp8q.stages.pipeline.stages import QUANTIZE
 from fp8q.validate.accuracy.document import load_accuracy
 
@@ -131,6 +130,16 @@ def test_blocks_are_read_with_what_is_said_of_them(monkeypatch: pytest.MonkeyPat
     ]
 
 
+#: The lines of the README's first two screens, and the words that a reader of one of them takes in.
+SCREENS, MOST_WORDS = 60, 120
+
+
+def test_the_readme_begins_with_commands_and_few_words() -> None:
+    first = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:SCREENS])
+    prose = re.sub(r"```sh.*?```|<!--.*?-->|^ {4}.*?$", "", first, flags=re.MULTILINE | re.DOTALL)
+    assert len(prose.split()) <= MOST_WORDS
+
+
 #: A line of a page that is a command, with what stands in front of it; the rest may be redirected.
 COMMAND = re.compile(r"^(?: {4})?(?:[A-Z0-9_]+=\S+ )?(?:\.venv/bin/)?(fp8q ([a-z-]+)(?: .*)?)$", re.MULTILINE)
 READ = [ROOT / "README.md", *sorted(DOCS.rglob("*.md")), ROOT / "integrations" / "vllm" / "README.md"]
@@ -183,9 +192,10 @@ def test_a_recipe_runs_on_a_small_model_of_its_family(
     asked = ("--data", world / "text.txt", "--eval-data", evaluation, "--out", run.root, "--config", recipe)
     told = fp8q("run", path, *asked, "--samples", "4", "--seq-len", "32", "--no-graph")
     assert told.code in (0, 3), told.err
-    assert {"bf16", "reference", "one-term"} == load_accuracy(run).runtimes.keys()
+    assert {"bf16", "reference"} == load_accuracy(run).runtimes.keys()
     chosen = loads(recipe.read_text(encoding="utf-8"))
     assert run.options(QUANTIZE).kv_cache == chosen.get("kv-cache", "off")
-    assert set(tails_of(load_scales(run).forms)) == {
-        module for module in load_scales(run).weights if family != "mixtral" or "self_attn" in module
+    scales = load_scales(run)
+    assert set(scales.in_form(BF16)) == {
+        module for module in scales.weights if family != "mixtral" or "self_attn" in module
     }

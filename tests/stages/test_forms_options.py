@@ -1,17 +1,25 @@
 """Options that somebody gave are obeyed by the search for a form, though they are the defaults."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fp8q import api
 from fp8q.core.errors import GateError
-from fp8q.options import CalibrateOptions, RunOptions
+from fp8q.options import BF16, ONE, CalibrateOptions, RunOptions, Server
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import forms
+from fp8q.stages.calibrate import experts_as_served
 from fp8q.stages.forms import FormCandidates, _roundings
 from fp8q.validate.accuracy.document import Verdict
 from fp8q.validate.tuning.choices import Group, Mix, Shape, leaving_out
 
+from ..calibrate.conftest import Notebook
+from ..mixtures import random_mixture
+
+EXPERTS = ["model.layers.0.mlp.experts.0.up_proj", "model.layers.1.mlp.experts.0.up_proj"]
 GROUPS = (Group("q", {"q": (4, 4)}), Group("o", {"o": (4, 4)}))
 FIRST = Mix({"q": "one_term", "o": "one_term"}, "nearest", "off")
 
@@ -64,3 +72,44 @@ def test_a_form_that_broke_after_a_killed_search_begins_no_other(monkeypatch: py
     with pytest.raises(GateError) as raised:
         forms.validate_acceptable(nothing, nothing, RunOptions())
     assert raised.value is broken
+
+
+@pytest.mark.parametrize(
+    ("server", "options", "forms", "said"),
+    [
+        ("vllm", {"activation_terms": "bf16"}, ("*.experts.*=one",), "weights alone in FP8"),
+        ("vllm-plugin", {"activation_terms": "tail"}, ("*.experts.*=one",), "a tail of 64"),
+        ("sglang", {"form": ("two",)}, ("two", "*.experts.*=one"), "two terms"),
+        ("vllm", {}, (), None),
+        ("vllm", {"form": ("dynamic",)}, ("dynamic",), None),
+        ("vllm", {"form": ("bf16", "*.experts.*=dynamic")}, ("bf16", "*.experts.*=dynamic"), None),
+        ("tensorrt", {"activation_terms": "tail"}, (), None),
+        ("transformers", {"activation_terms": "bf16"}, (), None),
+        (None, {"activation_terms": "bf16"}, (), None),
+    ],
+)
+def test_experts_take_one_code_where_the_named_server_has_no_other_gemm_of_them(
+    server: Server | None, options: dict[str, Any], forms: tuple[str, ...], said: str | None
+) -> None:
+    notes = Notebook()
+    asked: Any = CalibrateOptions(server=server, **options)
+    assert experts_as_served(asked, server, EXPERTS, notes).form == forms  # type: ignore[arg-type]  # it notes
+    line = f"--for {server}: experts take one code, since it has no GEMM of experts for {said}"
+    assert notes.lines == ([line] if said else [])
+    assert experts_as_served(asked, server, [], notes) is asked  # type: ignore[arg-type]  # as above
+
+
+def test_a_mixture_for_vllm_has_weights_alone_but_for_its_experts_and_no_graph(tmp_path: Path, demo_texts: Any) -> None:
+    source = random_mixture(tmp_path / "model", "qwen3_moe")
+    notes = Notebook()
+    run = api.calibrate(
+        source, demo_texts.calibration, tmp_path / "run", None, progress=notes, samples=4, seq_len=32, server="vllm",
+        preset="exact", weight_rounding="nearest", weigh_first_token=False, bf16_weights=0.0,
+    )  # fmt: skip
+    scales = load_scales(run)
+    assert {form: sum(".experts." in name for name in scales.in_form(form)) for form in (ONE, BF16)} == {
+        ONE: 2 * 4 * 3, BF16: 0
+    }  # fmt: skip
+    assert scales.in_form(BF16)
+    assert run.without_graph()
+    assert "--for vllm: reads the checkpoint; no graph, engine and Triton repository are made" in notes.lines

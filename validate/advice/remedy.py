@@ -21,6 +21,7 @@ from ...options.declare import words_of
 from ...options.scales import OLDER_SPELLINGS
 from ...quantize.reading.run_checkpoint import vocabulary_size
 from ...quantize.scales.decisions import load_scales
+from ...quantize.scales.scheme import in_two_codes
 from ...quantize.sensitivity.document import Loss, Sensitivity, load_sensitivity
 from ..bench.document import gemm_shapes
 
@@ -29,8 +30,9 @@ WORTH = 0.1
 #: GPTQ's multiplications, output channels × inputs squared of a weight, that a core does in a second, about: SmolLM2's
 #: 86 × 10⁹ took 74 to 180 seconds of a core.
 ROUNDED_A_SECOND = 0.7e9
-#: The length of the tail that is advised.
+#: The form that is advised, and the one where a bare vLLM or another reader of the checkpoint serves it.
 ADVISED_FORM = "tail:64"
+FORM_ELSEWHERE = "bf16"
 
 
 @dataclass(frozen=True)
@@ -103,15 +105,17 @@ def remedy_of(run: Run, sensitivity: Sensitivity | None = None) -> NextStep | No
     sums = LossSums.of(sensitivity)
     changes: list[str] = []
     words: list[str] = []
+    elsewhere = run.without_graph() is not None and not in_two_codes(load_scales(run).forms)
     if sums.inputs - sums.inputs_in_two > WORTH * sums.now:
-        changes.append(f"inputs {nats(sums.inputs)} -> {nats(sums.inputs_in_two)} in two codes")
-        words += ["--form", ADVISED_FORM]
+        after = "0 in BF16" if elsewhere else f"{nats(sums.inputs_in_two)} in two codes"
+        changes.append(f"inputs {nats(sums.inputs)} -> {after}")
+        words += ["--form", FORM_ELSEWHERE if elsewhere else ADVISED_FORM]
     if sums.weights - sums.weights_by_gptq > WORTH * sums.now:
         changes.append(f"weights {nats(sums.weights)} -> {nats(sums.weights_by_gptq)} by GPTQ")
         words += ["--weight-rounding", "gptq"]
     if not changes:
         return None
-    needs = "; needs the plugin fp8q-vllm in vLLM" if "--form" in words else ""
+    needs = "; needs the plugin fp8q-vllm in vLLM" if ADVISED_FORM in words else ""
     minutes = _minutes(run) if "gptq" in words else 1
     effect = f"{', '.join(changes)}, about {minutes} minute{'' if minutes == 1 else 's'}{needs}"
     return NextStep(effect, command_for(run, words))

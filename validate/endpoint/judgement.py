@@ -39,11 +39,14 @@ AS_GOOD = {VALIDATED, BF16}
 NO_MORE_LOST = "whichever it is, no more is lost than was validated"
 #: The remedy where all windows were sent and nothing else is known.
 LONGER_TEXT = "validate on a longer text"
-#: The runtime whose FP8 cache is written by 1.0 in place of the run's scales (`unit_cache`).
+#: The runtimes of servers' own arithmetics (`server_arithmetics`): an FP8 cache that is written by 1.0 in place of the
+#: run's scales, and inputs that are not coded.
 UNIT_CACHE = "cache-by-1"
+WEIGHTS_ALONE = "weights-alone"
 #: The names of the arithmetics of runtimes that do not serve the run.
 ARITHMETICS = {
     UNIT_CACHE: "an FP8 cache written by 1.0, so that its cache scales look unused",
+    WEIGHTS_ALONE: "FP8 weights and inputs in BF16, as vLLM computes on a CPU with AMX",
     **{name: runtime.arithmetic for name, runtime in RUNTIMES.items() if runtime.arithmetic},
 }
 #: The least KL and loss, in nats: the run's log-probabilities are of single precision.

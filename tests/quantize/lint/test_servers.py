@@ -64,7 +64,8 @@ def test_a_good_checkpoint_of_each_form_has_nothing_that_is_wrong(damaged: Calla
     it = with_cache(damaged("compressed-tensors"))
     assert found(it, "vllm") == []
     assert found(it, "sglang") == []
-    assert found(it, "transformers") == []
+    assert found(it, "transformers", "5.23.0") == []
+    assert found(it, "transformers") == ["S121"]
 
 
 def test_an_error_is_exit_3_and_json_has_it(fp8q: Fp8q, damaged: Callable[[str], Damaged]) -> None:
@@ -104,9 +105,9 @@ def test_a_checkpoint_in_bf16_is_taken_too(fp8q: Fp8q, demo_checkpoint: Path) ->
 
 
 def test_a_version_that_was_not_read_is_told_with_the_nearest_rules(fp8q: Fp8q, demo_checkpoint: Path) -> None:
-    result = fp8q("lint", demo_checkpoint, "--for", "vllm", "--version", "0.33.0")
+    result = fp8q("lint", demo_checkpoint, "--for", "vllm", "--version", "0.34.0")
     assert result.code == 0
-    assert "note    S101 server-version: the source of vLLM 0.33.0 was not read, but of 0.27.1 to 0.32.0" in result.out
+    assert "note    S101 server-version: the source of vLLM 0.34.0 was not read, but of 0.27.1 to 0.33.0" in result.out
 
 
 def test_of_a_run_the_checkpoint_is_taken(demo_run: Run) -> None:
@@ -136,8 +137,8 @@ def test_it_needs_the_base_install_alone(
         ("sglang", None, "Qwen3ForCausalLM", False),
         ("sglang", None, "MixtralForCausalLM", False),  # sglang 39942
         ("tensorrt-llm", None, "LlamaForCausalLM", False),
-        ("transformers", None, "LlamaForCausalLM", True),
-        ("transformers", "5.24.0", "LlamaForCausalLM", False),
+        ("transformers", "5.23.0", "LlamaForCausalLM", True),
+        ("transformers", None, "LlamaForCausalLM", False),
     ],
 )
 def test_cache_scales_that_a_class_never_loads_are_told(
@@ -159,7 +160,7 @@ def test_drafts_that_a_list_of_projections_leaves_out_are_dropped_by_sglang(dama
     it.quantization["ignore"] = ["lm_head", "re:^mtp.*"]
     it.save()
     assert "S141" not in found(it, "sglang", "0.5.20")
-    assert found(it, "transformers") == ["S142"]
+    assert found(it, "transformers", "5.23") == ["S142"]
 
 
 def test_a_draft_that_vllm_calls_otherwise_is_looked_for_under_that_name(damaged: Callable[[str], Damaged]) -> None:
@@ -291,6 +292,8 @@ def test_autofp8s_files_are_right_for_the_servers_that_read_them(damaged: Callab
         (["Linear", "re:.*lm_head"], [], "sglang", "0.5.18", True),
         (["Linear", "lm_head"], [], "vllm", None, False),
         (["Linear", "lm_head"], ["lm_head"], "vllm", None, True),
+        (["Linear"], [], "tensorrt-llm", None, False),
+        (["Linear"], ["lm_head"], "tensorrt-llm", None, True),
     ],
 )
 def test_a_head_in_codes_is_one_where_the_server_finds_its_name(
@@ -310,7 +313,63 @@ def test_a_head_in_codes_is_one_where_the_server_finds_its_name(
     assert ("S163" in found(it, server, version)) == wrong
 
 
-@pytest.mark.parametrize(("server", "wrong"), [("vllm", True), ("sglang", True), ("transformers", True)])
+@pytest.mark.parametrize(
+    ("change", "server", "words"),
+    [
+        ({"architectures": ["Qwen3_5ForCausalLM"]}, "tensorrt-llm", "and TensorRT-LLM makes it in BF16"),
+        ({}, "tensorrt-llm", None),
+        ({}, "sglang", None),
+        ({"blocks": True}, "sglang", "in blocks, over which SGLang ends with an error, or copies the codes"),
+    ],
+)
+def test_heads_that_a_server_takes_otherwise_are_named(
+    damaged: Callable[[str], Damaged], change: dict[str, Any], server: Any, words: str | None
+) -> None:
+    it = damaged("compressed-tensors")
+    it.quantization["ignore"] = []
+    it.quantization["config_groups"]["group_0"]["targets"] = ["Linear", "lm_head"]
+    it.config |= {"tie_word_embeddings": False, **change}
+    it.tensors["lm_head.weight"] = torch.zeros(2048, 256).to(torch.float8_e4m3fn)
+    it.tensors["lm_head.weight_scale"] = torch.full((16, 2) if it.config.pop("blocks", False) else (1,), 0.001)
+    it.save()
+    said = [each.message for each in SERVER_RULES.findings(open_served(it.folder, server, None)) if each.rule == "S163"]
+    assert len(said) == (words is not None)
+    assert all(str(words) in message for message in said)
+
+
+def codes_of_vllm(scale: float) -> torch.Tensor:
+    """Tell of all finite codes whether they are themselves again: times the scale in FP16, and coded again by vLLM."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    finite = codes[codes.float().isfinite()]
+    half = finite.to(torch.float16) * torch.tensor(scale)
+    return (half.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() == finite.float()
+
+
+@pytest.mark.parametrize("scale", [2.0**-15, 1.003 * 2.0**-15, 1.7 * 2.0**-14, 1e-3, 1.0])
+def test_from_the_least_scale_on_codes_pass_through_fp16(scale: float) -> None:
+    assert codes_of_vllm(scale).all()
+
+
+@pytest.mark.parametrize("scale", [0.9 * 2.0**-15, 0.7 * 2.0**-15, 2.0**-17])
+def test_below_the_least_scale_some_codes_become_others(scale: float) -> None:
+    assert not codes_of_vllm(scale).all()
+
+
+def test_a_small_scale_of_weights_alone_is_multiplied_in_no_fp16(damaged: Callable[[str], Damaged]) -> None:
+    it = damaged("compressed-tensors")
+    for name, scale in it.tensors.items():
+        if name.endswith("weight_scale"):
+            scale.fill_(2.0**-17)
+    assert "S155" in found(it, "vllm")
+    it.quantization["config_groups"]["group_0"]["input_activations"] = None
+    it.tensors = {name: tensor for name, tensor in it.tensors.items() if not name.endswith("input_scale")}
+    it.save()
+    assert "S155" not in found(it, "vllm")
+
+
+@pytest.mark.parametrize(
+    ("server", "wrong"), [("vllm", True), ("sglang", True), ("tensorrt-llm", True), ("transformers", True)]
+)
 def test_an_embedding_in_codes_is_none_to_any_server(
     damaged: Callable[[str], Damaged], server: Any, wrong: bool
 ) -> None:

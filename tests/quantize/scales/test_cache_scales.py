@@ -1,5 +1,7 @@
 """Scales of the heads of a cache tensor, from its channels and its histogram."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -14,7 +16,7 @@ from fp8q.core.errors import InputError
 from fp8q.options import METHODS, Clipping
 from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.scales.activation_scales import unfit
-from fp8q.quantize.scales.cache_scales import query_scales, scaled_by_head
+from fp8q.quantize.scales.cache_scales import bf16_attentions, query_scales, scaled_by_head
 from fp8q.quantize.scales.clip import SMALLEST_SCALE, bf16_ceil
 
 
@@ -93,3 +95,23 @@ def test_channels_that_are_not_so_many_heads_are_refused() -> None:
     with pytest.raises(InputError) as raised:
         query_scales({"0.q": tensor}, Clipping(), 4)
     assert str(raised.value) == "--kv-scale head: 0.q has 6 channels, and config.json 4 heads; leave it out"
+
+
+LAYERS = [f"model.layers.{number}.self_attn" for number in range(4)]
+WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
+
+def test_the_layers_with_a_window_are_named_as_vllm_names_them() -> None:
+    assert bf16_attentions(["sliding_window"], LAYERS, WINDOWS) == [LAYERS[0], LAYERS[2]]
+    assert bf16_attentions(["sliding_window", "*.3.*"], LAYERS, WINDOWS) == [LAYERS[0], LAYERS[2], LAYERS[3]]
+    assert bf16_attentions(["sliding_window"], LAYERS[1:], WINDOWS) == [LAYERS[2]], "a hybrid's first layer has none"
+    assert bf16_attentions([], LAYERS, WINDOWS) == []
+
+
+def test_a_window_of_all_layers_or_of_none_leaves_nothing_to_choose() -> None:
+    with pytest.raises(InputError, match=r"^--kv-skip sliding_window: matches the cache of all 4 layers; give --kv"):
+        bf16_attentions(["sliding_window"], LAYERS, {"sliding_window": 4096})
+    full: dict[str, Any] = {"layer_types": ["full_attention"] * 4, "sliding_window": 8}
+    for config in ({}, {"sliding_window": None}, full):
+        with pytest.raises(InputError, match=r"^--kv-skip sliding_window: matches no attention module; names are like"):
+            bf16_attentions(["sliding_window"], LAYERS, config)

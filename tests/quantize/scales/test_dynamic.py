@@ -235,3 +235,22 @@ def test_a_conv1d_has_no_dynamic_form() -> None:
 def test_it_contradicts_inherited_scales() -> None:
     with pytest.raises(InputError, match=r"^--inherit: takes codes and scales as they were given, and --form dynamic "):
         replace(ScaleOptions(inherit=True), form=("dynamic",))
+
+
+@pytest.mark.parametrize("form", ["one", "dynamic", "tail:16"])
+def test_inputs_that_a_server_leaves_in_bf16_are_those_of_weights_alone(
+    rescaled_layer: RescaledLayer, form: str
+) -> None:
+    ids = torch.arange(2, 50)[None]
+
+    def logits(form: str, *, left: bool) -> torch.Tensor:
+        run = rescaled_layer(form=(form,), weight_rounding="nearest")
+        loaded = load_reference(run.model, "fast", torch.bfloat16)
+        if left:
+            loaded.leave_inputs()
+        with torch.inference_mode():
+            return torch.as_tensor(loaded.model(input_ids=ids, use_cache=False).logits)
+
+    alone = logits("bf16", left=False)
+    assert torch.equal(logits(form, left=True), alone)
+    assert not torch.equal(logits(form, left=False), alone)

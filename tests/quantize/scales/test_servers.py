@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 
 from fp8q.options import CheckpointServer, Kind, Server
+from fp8q.options.calibrate import WITH_SECOND_CODES
 from fp8q.quantize.lint.check import SERVER_RULES
 from fp8q.quantize.lint.servers import TITLES
 from fp8q.quantize.scales.servers import ONE_CODE_IN_EXPERTS, computed, computes, need_the_plugin
@@ -51,6 +52,8 @@ def test_second_codes_are_left_out_but_by_graphs_and_by_the_plugin() -> None:
         assert {server for server in SERVERS if computed(server, kind) == "one"} == {
             "vllm", "sglang", "transformers", "any"
         }  # fmt: skip
+    assert set(WITH_SECOND_CODES) == {server for server in get_args(Server) if computes(server, "tail")}
+    assert all(computes(server, "bf16") for server in get_args(Server)), "in the place of a tail"
     assert need_the_plugin(["one", "tail"])
     assert not need_the_plugin(["one", "dynamic", "bf16"])
 

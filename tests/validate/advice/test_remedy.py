@@ -60,6 +60,22 @@ def test_the_remedy_says_effect_time_and_need_and_begins_with_the_run_s_own_comm
     assert inputs.command == f"fp8q scales {calibrated_run.root} --form tail:64"
 
 
+def test_a_run_without_a_graph_is_advised_the_form_that_a_stock_server_computes(
+    calibrated_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Run, "without_graph", lambda run: "--no-graph")
+    monkeypatch.setattr(remedy_module, "_minutes", lambda run: 2)
+    remedy = remedy_of(calibrated_run, of(INPUTS))
+    assert remedy is not None
+    assert (remedy.why, remedy.command) == (
+        "inputs 0.0176 -> 0 in BF16, about 1 minute", f"fp8q scales {calibrated_run.root} --form bf16"
+    )  # fmt: skip
+    monkeypatch.setattr(remedy_module, "in_two_codes", lambda forms: ["q"])
+    second = remedy_of(calibrated_run, of(INPUTS))
+    assert second is not None
+    assert second.why == "inputs 0.0176 -> 1e-05 in two codes, about 1 minute; needs the plugin fp8q-vllm in vLLM"
+
+
 def test_a_change_that_gains_little_is_not_advised(calibrated_run: Run) -> None:
     exact = ("activation", 0.0002, {"two_terms": 0.0})
     assert remedy_of(calibrated_run, of(("weight", 0.01, {}), exact)) is None

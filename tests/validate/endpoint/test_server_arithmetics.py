@@ -1,4 +1,4 @@
-"""A server whose FP8 cache is written by 1.0 is told so: the score halves, and nothing in the server's log says why."""
+"""A server whose FP8 cache is written by 1.0, or that leaves inputs in BF16, is told so: nothing in its log says it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fp8q.stages import compare as stage
 from fp8q.validate.accuracy.top_logits import TopTokens, load_top_logits
 from fp8q.validate.endpoint.answers import LikelyTokens
 from fp8q.validate.endpoint.document import VALIDATED, ModelComparison
-from fp8q.validate.endpoint.judgement import ARITHMETICS, UNIT_CACHE, Judged, judge
-from fp8q.validate.endpoint.unit_cache import with_unit_cache
+from fp8q.validate.endpoint.judgement import ARITHMETICS, UNIT_CACHE, WEIGHTS_ALONE, Judged, judge
+from fp8q.validate.endpoint.server_arithmetics import with_arithmetic
 
 from .stand_in import StandIn, Table, kept_tokens, serving, table
 from .test_asking import asked_of
@@ -30,7 +30,11 @@ REFERENCE = table(2, 0.03, BF16)
 RUNTIMES = {"bf16": BF16, "reference": REFERENCE, "onnxruntime": table(4, 0.01, REFERENCE)}
 WITHOUT_SCALES = table(8, 1.5, REFERENCE)
 KEPT = kept_tokens(RUNTIMES)
-TRIED = kept_tokens(RUNTIMES | {UNIT_CACHE: WITHOUT_SCALES})
+INPUTS_AS_THEY_ARE = table(13, 0.015, BF16)
+TRIED = {
+    UNIT_CACHE: kept_tokens(RUNTIMES | {UNIT_CACHE: WITHOUT_SCALES}),
+    WEIGHTS_ALONE: kept_tokens(RUNTIMES | {WEIGHTS_ALONE: INPUTS_AS_THEY_ARE}),
+}
 #: Words of the demo.
 SIZE = 2048
 WINDOW_OF = np.nonzero(KEPT.positions)[0]
@@ -42,11 +46,17 @@ def answers_of(model: Table, folder: Path) -> LikelyTokens:
 
 
 def told(answers: LikelyTokens) -> Judged:
-    """What `fp8q compare` says, once it has tried a cache without scales."""
+    """What `fp8q compare` says, once it has tried a cache without scales, and inputs in BF16."""
     before = judge(KEPT, answers, WINDOW_OF)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fp8q.validate.endpoint.unit_cache.with_unit_cache", lambda *_: TRIED)
-        return stage._by_unit_cache(SimpleNamespace(), KEPT, answers, before, SILENT)  # type: ignore[arg-type]
+        patch.setattr(
+            "fp8q.validate.endpoint.server_arithmetics.with_arithmetic", lambda _, kept, name, *__: TRIED[name]
+        )
+        patch.setattr(
+            stage, "SERVER_ARITHMETICS",
+            {name: (words, lambda run: True) for name, (words, _) in stage.SERVER_ARITHMETICS.items()},
+        )  # fmt: skip
+        return stage._by_server_arithmetics(SimpleNamespace(), KEPT, answers, before, SILENT)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.01])
@@ -69,8 +79,18 @@ def test_another_error_of_the_same_size_is_not_called_so(model: Table, tmp_path:
     assert (found.verdict, found.sentence) == (before.verdict, before.sentence)
 
 
+def test_a_server_that_leaves_inputs_in_bf16_is_told_so(tmp_path: Path) -> None:
+    """As vLLM does on a CPU with AMX; by the run's own runtimes alone its arithmetic has no name."""
+    answers = answers_of(table(14, 0.002, INPUTS_AS_THEY_ARE), tmp_path)
+    before = judge(KEPT, answers, WINDOW_OF)
+    assert before.verdict in stage.UNEXPLAINED
+    found = told(answers)
+    assert (found.verdict, found.arithmetics) == ("other-arithmetic", [ARITHMETICS[WEIGHTS_ALONE]])
+    assert found.sentence.startswith("the model, but in FP8 weights and inputs in BF16, as vLLM computes on a CPU with")
+
+
 def test_a_right_server_is_as_validated_beside_it(tmp_path: Path) -> None:
-    found = judge(TRIED, answers_of(table(12, 0.01, REFERENCE), tmp_path), WINDOW_OF)
+    found = judge(TRIED[UNIT_CACHE], answers_of(table(12, 0.01, REFERENCE), tmp_path), WINDOW_OF)
     assert (found.verdict, found.arithmetics) == ("validated", [VALIDATED])
 
 
@@ -121,7 +141,7 @@ def test_fp8q_compare_names_the_cache_of_a_wrong_server(demo_checkpoint: Path, d
         str(checkpoint), str(demo_texts.calibration), run.root, str(text), options, api.ExportOptions(graph=False)
     )
     api.validate(run.root, options=api.ValidateOptions(runtimes=("fp32", "bf16", "reference")))
-    tops = with_unit_cache(run, load_top_logits(run), "cpu", SILENT)
+    tops = with_arithmetic(run, load_top_logits(run), UNIT_CACHE, "cpu", SILENT)
     found = compared(run, tops, UNIT_CACHE)
     assert (found.verdict, found.arithmetics, found.passes) == ("other-arithmetic", [ARITHMETICS[UNIT_CACHE]], False)
     assert found.sentence.startswith(
@@ -130,6 +150,22 @@ def test_fp8q_compare_names_the_cache_of_a_wrong_server(demo_checkpoint: Path, d
     by = {each.runtime: each for each in found.runtimes}
     assert by[UNIT_CACHE].perplexity > 1.3 * by["reference"].perplexity  # type: ignore[operator]
     assert {each.runtime for each in compared(run, tops, "bf16").runtimes} == {"fp32", "bf16", "reference"}
+
+
+@pytest.mark.slow
+def test_fp8q_compare_names_inputs_in_bf16_of_a_server(demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
+    """As vLLM 0.33 answers on a CPU with AMX, for a run in one code."""
+    run, text = Run(tmp_path / "run"), tmp_path / "evaluation.txt"
+    text.write_text(demo_texts.evaluation.read_text(encoding="utf-8")[:6_000], encoding="utf-8")
+    options = api.CalibrateOptions(samples=8, seq_len=64)
+    api.calibrate(
+        str(demo_checkpoint), str(demo_texts.calibration), run.root, str(text), options, api.ExportOptions(graph=False)
+    )
+    api.validate(run.root, options=api.ValidateOptions(runtimes=("fp32", "bf16", "reference")))
+    tops = with_arithmetic(run, load_top_logits(run), WEIGHTS_ALONE, "cpu", SILENT)
+    found = compared(run, tops, WEIGHTS_ALONE)
+    assert (found.verdict, found.arithmetics) == ("other-arithmetic", [ARITHMETICS[WEIGHTS_ALONE]])
+    assert compared(run, tops, "bf16").arithmetics == ["BF16"]
 
 
 def compared(run: Run, tops: TopTokens, served: str) -> ModelComparison:
