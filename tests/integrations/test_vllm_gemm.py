@@ -14,6 +14,7 @@ import torch
 from fp8q_vllm import terms
 from fp8q_vllm.codes.encoding import encode_terms
 from fp8q_vllm.codes.epilogue import Epilogue
+from fp8q_vllm.codes.gemm import scaled_gemm
 from fp8q_vllm.rows import Rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -118,11 +119,10 @@ def test_the_kernel_and_two_codes_give_what_16_bits_give(
     one = torch.ones(())
     gaps = torch.cat([x, x], 1)[:, :IN]
     multiplied: list[int] = []
-    product = terms.scaled_gemm
 
-    def counted(codes: torch.Tensor, *others: torch.Tensor, **named: Any) -> torch.Tensor:
+    def counted(codes: torch.Tensor, weight: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
         multiplied.append(len(codes))
-        return product(codes, *others, **named)
+        return scaled_gemm(codes, weight, one=one)
 
     monkeypatch.setattr(terms, "scaled_gemm", counted)
     right = terms.sixteen_bit_product(x, codes, epilogue, one)
