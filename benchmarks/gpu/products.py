@@ -3,9 +3,9 @@ terms, and BF16 with weights that are dequantized in each call, the other exact 
 
 Beside each stands its share of the peak that was measured here (a BF16, or FP8, product of 8,192 cubed) and of the
 bandwidth that was measured here (a copy of 2 GB): the larger of both is what bounds it. `FP8Linear` is the package's
-layer, whose kernels encode, multiply and scale as the plugin for vLLM does; `rowwise` is the product that scales in its
-own epilogue and writes BF16, which a serving engine would take. The break-even size is the least number of tokens from
-which FP8, quantization included, is faster than BF16 up to the largest.
+layer, whose kernels encode, multiply and scale; `rowwise` is the product that scales in its own epilogue and writes
+BF16, which a serving engine would take. The break-even size is the least number of tokens from which FP8, quantization
+included, is faster than BF16 up to the largest. The vLLM plugin's products are another part (`plugin`).
 """
 
 import itertools
@@ -57,7 +57,6 @@ def measure(setting: Setting, part: Part) -> None:
             for way, took in (took_each or {}).items():
                 every[name].setdefault(way, {})[tokens] = took
                 row(part, name, way, (tokens, outputs, width), took, peaks, bandwidth)
-    part.step(setting, "the plugin's product", partial(plugin, setting, part), Kind("plugin", 15))
     for name, found in every.items():
         conclusions(name, found, part)
     decode_step(part)
@@ -131,42 +130,6 @@ def kernels(setting: Setting, part: Part) -> None:
                     took = seconds([partial(layer, x)], setting)
                     part.row("kernels of a product of 16 rows, 8B qkv", by=by, terms=terms, us=took * 1e6,
                              **profiled(partial(layer, x), setting))  # fmt: skip
-
-
-def plugin(setting: Setting, part: Part) -> None:
-    """Time the product as the plugin for vLLM makes it: with two terms throughout, and of one prompt with a tail of 64.
-
-    The tail's rows are stacked on those with one term, or multiplied apart; a share of outputs differs between the two.
-    """
-    from fp8q_vllm import terms
-    from fp8q_vllm.codes.epilogue import Epilogue
-    from fp8q_vllm.rows import tail_rows
-
-    with torch.inference_mode():
-        for name, (outputs, width) in setting.pick({key: SHAPES[key] for key in list(SHAPES)[:4]}, TINY).items():
-            codes = [
-                torch.randn(outputs, width, device=setting.device).to(CODE)
-                for _ in range(copies(outputs * width, setting))
-            ]
-            one, input_scale = torch.ones((), device=setting.device), torch.tensor(2.0**-6, device=setting.device)
-            epilogue = Epilogue(input_scale, torch.rand(outputs, device=setting.device) + 0.5)
-            for tokens in setting.pick((16, 256, 1024, 2048, 8192), (4,)):
-                x = torch.randn(tokens, width, device=setting.device).to(torch.bfloat16)
-                tail = tail_rows(torch.tensor([0, tokens], device=setting.device), tokens, 64)
-                found: dict[str, torch.Tensor] = {}
-                for way, rows, apart in (
-                    ("two terms", None, tokens), ("tail, stacked", tail, tokens + 1), ("tail, apart", tail, 1)
-                ):  # fmt: skip
-                    with mock.patch.object(terms, "APART", apart):
-                        calls = [partial(terms.scaled_of, x, each, epilogue, one, rows) for each in codes]
-                        took = part.tried(f"{name}, {tokens} tokens: {way}", partial(seconds, calls, setting))
-                        if took is not None:
-                            found[way] = calls[0]()
-                    if took is not None:
-                        part.row("the plugin's product", product=name, tokens=tokens, way=way, us=took * 1e6)
-                if {"tail, stacked", "tail, apart"} <= found.keys():
-                    differing = (found["tail, stacked"] != found["tail, apart"]).double().mean()
-                    part.row("tails stacked and apart", product=name, tokens=tokens, outputs_differing=float(differing))
 
 
 def ways(outputs: int, width: int, tokens: int, setting: Setting, part: Part, name: str) -> dict[str, float]:

@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-PARTS = ("numerics", "products", "calibration", "rounding", "decoder", "engines", "serve")
+PARTS = ("numerics", "products", "plugin", "calibration", "rounding", "decoder", "engines", "serve")
 DRY = "DRY RUN on a CPU with tiny sizes: no figure here means anything"
 #: What must agree for parts to stand in one file.
 HEAD = ("benchmark", "dry_run", "commit", "gpu", "versions")

@@ -29,21 +29,6 @@ def scaled_gemm(
     return sums.narrow(1, 0, len(weight))
 
 
-def scaled_gemm_once(
-    x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Multiply codes `x` [tokens, in] by `weight` [out, in] and scale in the GEMM's own epilogue, to `dtype`.
-
-    Returns [tokens, out]: what `scale_sums` makes of `scaled_gemm` under the FP32 factors `factor` [out], without
-    FP32 sums in memory. `bias` [out] of `dtype`. Takes widths that are multiples of 16.
-    """
-    ones = torch.ones(len(x), 1, dtype=torch.float32, device=x.device)
-    sums: torch.Tensor = torch._scaled_mm(
-        x, weight.t(), scale_a=ones, scale_b=factor[None], bias=bias, out_dtype=dtype, use_fast_accum=False
-    )
-    return sums
-
-
 def _filled(codes: torch.Tensor, rows: int) -> torch.Tensor:
     """Pad `codes` [rows, in] with zeros to a multiple of `rows` rows and of 16 columns."""
     missing = (0, -codes.shape[1] % ALIGNMENT, 0, -codes.shape[0] % rows)

@@ -117,6 +117,15 @@ def triton_encode(x: torch.Tensor, scale: torch.Tensor, terms: int) -> torch.Ten
 
 
 @triton.jit
+def round_bf16(number):
+    """Round FP32 numbers to BF16: their bits, int16."""
+    bits = number.to(tl.int32, bitcast=True)
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(nan, 0x7FC0, rounded).to(tl.int16)
+
+
+@triton.jit
 def _scale(
     sums_at,
     input_scale_at,
@@ -147,10 +156,7 @@ def _scale(
     if has_bias:
         total += tl.load(bias_at + column, mask=inside, other=0.0).to(tl.float32)
     if bf16:
-        bits = total.to(tl.int32, bitcast=True)
-        nan = (bits & 0x7FFFFFFF) > 0x7F800000
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        tl.store(out_at + row * outputs + column, tl.where(nan, 0x7FC0, rounded).to(tl.int16), mask=inside)
+        tl.store(out_at + row * outputs + column, round_bf16(total), mask=inside)
     else:
         tl.store(out_at + row * outputs + column, total.to(out_at.dtype.element_ty), mask=inside)
 

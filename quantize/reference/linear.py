@@ -22,6 +22,9 @@ With a tail only the last positions of a call have second terms b (`CallPosition
 a. An input without a scale is not encoded: it is multiplied as it is, and the weight alone is codes,
 
     y = cast( (Σ_k x[k] · code_w[n, k]) · s_w[n] + bias[n] )
+
+That is also how the plugin for vLLM multiplies the rows that have second terms here. Both codes together are x itself
+from s/64 to 476·s, so the reference's two terms stand for the plugin's answers, or lose slightly more.
 """
 
 from collections.abc import Callable, Mapping

@@ -4,10 +4,11 @@ A server computes the form of an input as it is, another one in its place, or re
 shares a scale there is no other choice than the form leaves: blocks of 128 x 128 go with `block` alone, and a scale for
 the whole weight is computed where one for each channel is.
 
-`tensorrt`: fp8q's graphs, which have static scales alone. `vllm-plugin`: vLLM with fp8q-vllm. `any`: what all readers
-of compressed-tensors' static checkpoints compute. The others are named as in `fp8q lint --for`, and are those of the
-versions that `quantize.lint.servers.READ` names: TensorRT-LLM takes channel weights with a scale for each token, and
-blocks, and refuses static scales in compressed-tensors' form.
+`tensorrt`: fp8q's graphs, which have static scales alone. `vllm-plugin`: vLLM with fp8q-vllm, whose 16 bits are the
+values of two codes, or nearer ones (docs/decisions/0116). `any`: what all readers of compressed-tensors' static
+checkpoints compute. The others are named as in `fp8q lint --for`, and are those of the versions that
+`quantize.lint.servers.READ` names: TensorRT-LLM takes channel weights with a scale for each token, and blocks, and
+refuses static scales in compressed-tensors' form.
 """
 
 from collections.abc import Iterable

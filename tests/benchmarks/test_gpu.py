@@ -37,7 +37,8 @@ def dry_run(out: Path, *words: str) -> tuple[Any, str]:
 def dry(demo_run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
     """Every part, in two calls that add to one file."""
     out = tmp_path_factory.mktemp("gpu") / "gpu.json"
-    _, first = dry_run(out, "--part", "products", "--part", "calibration", "--part", "rounding", "--part", "decoder")
+    parts = ("products", "plugin", "calibration", "rounding", "decoder")
+    _, first = dry_run(out, *(word for part in parts for word in ("--part", part)))
     run = "--run", str(demo_run.root)
     found, second = dry_run(out, "--part", "numerics", "--part", "engines", "--part", "serve", *run)
     return found, first + second
@@ -179,7 +180,7 @@ def test_a_step_begins_only_if_the_last_one_of_its_kind_would_fit(monkeypatch: p
     assert part.left_out == [{"step": "three times", "estimated_s": 285, "by": "short", "left_s": 190}]
 
 
-@pytest.mark.parametrize("name", ["products", pytest.param("calibration", marks=pytest.mark.slow), "decoder"])
+@pytest.mark.parametrize("name", ["products", "plugin", pytest.param("calibration", marks=pytest.mark.slow), "decoder"])
 @pytest.mark.filterwarnings("ignore:CUDA is not available, disabling CUDA profiling:UserWarning")
 def test_the_code_for_a_gpu_runs_on_a_stand_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     part, module = Part(strict=True), import_module(f"gpu.{name}")

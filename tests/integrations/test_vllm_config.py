@@ -255,3 +255,40 @@ def test_inputs_in_codes_are_answered_in_the_models_type(plugin: Plugin) -> None
     plugin.forward(None)
     x = torch.full((2, IN), 2.0**-6)
     assert torch.equal(method.apply(layer, x.to(torch.float8_e4m3fn)), method.apply(layer, x))
+
+
+def test_rows_before_a_tail_have_the_codes_that_vllm_makes(plugin: Plugin) -> None:
+    """Of a prompt of 12 positions that no CUDA graph has, the last 3 are exact."""
+    name = "model.layers.0.self_attn.o_proj"
+    model = made(plugin, [name], {"two_terms": [name], "tails": {name: 3}}).load()
+    layer, method = model.layers[name]
+    layer.scheme.free_rows = 8
+    x = torch.randn(12, IN, generator=torch.Generator().manual_seed(1)).bfloat16()
+    starts = SimpleNamespace(query_start_loc=torch.tensor([0, 12], dtype=torch.int32), num_actual_tokens=12)
+    plugin.forward({"a": starts})
+    y = method.apply(layer, x)
+    weight = layer.weight.t().float() * layer.weight_scale
+    one_code = encode(x, layer.input_scale).float() * layer.input_scale
+    torch.testing.assert_close(y[:9], (one_code[:9] @ weight.T).bfloat16())
+    torch.testing.assert_close(y[9:], (x[9:].float() @ weight.T).bfloat16())
+    assert not torch.equal(y[:9], (x[:9].float() @ weight.T).bfloat16())
+
+
+def test_without_vllms_gemm_of_codes_all_rows_are_exact_and_that_is_said_once(
+    plugin: Plugin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    names = listed(range(2), ("self_attn.o_proj",))
+    model = made(plugin, names, {"two_terms": names, "tails": dict.fromkeys(names, 64)})
+    assert {layer.scheme.quantize for layer, _ in model.layers.values()} == {None}
+    (message,) = caplog.messages
+    assert message == (
+        "vLLM has no GEMM of FP8 codes to torch.float32 on this GPU, so all rows are exact, not the tails of prompts "
+        "alone: prompts take the time of 16 bits"
+    )
+    monkeypatch.setattr(plugin.config, "cutlass_fp8_supported", lambda: True)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert plugin.config.multiplies_one_code()
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -187,6 +187,6 @@ def test_a_batch_that_says_nothing_of_sequences_is_warned_of_once(
         assert rows_of_batch(9, 2, 4) is None
     (message,) = caplog.messages
     assert message == (
-        "attention says nothing of where sequences begin (WithoutStarts), so all rows have second terms, not the tails "
-        "of prompts alone: answers are as exact, and prompts take up to 1.8 times as long"
+        "attention says nothing of where sequences begin (WithoutStarts), so all rows are exact, not the tails of "
+        "prompts alone: prompts take the time of 16 bits"
     )

@@ -1,4 +1,4 @@
-"""The parts of vLLM that `fp8q_vllm` imports, after the sources of vLLM 0.32, for a machine without it.
+"""The parts of vLLM that `fp8q_vllm` imports, after the sources of vLLM 0.33, for a machine without it.
 
 What chooses a layer's scheme (`CompressedTensorsConfig.get_quant_method`), the scheme of static FP8, and the order of
 loading are as there: all layers are made under the model's type as torch's default, then each one's method processes
@@ -59,6 +59,24 @@ class CompressedTensorsW8A8Fp8:
 
 class CompressedTensorsW8A16Fp8:
     """FP8 weights by BF16 inputs, as GPUs before compute capability 8.9 multiply them."""
+
+
+class GroupShape(tuple[int, int]):
+    """Rows and columns that share a scale."""
+
+    PER_TENSOR = (-1, -1)
+
+
+class QuantFP8:
+    """FP8 codes under a static scale, as vLLM's native operations make them."""
+
+    def __init__(self, static: bool, group_shape: tuple[int, int]) -> None:
+        assert static
+        assert group_shape == GroupShape.PER_TENSOR
+
+    def __call__(self, x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert x.ndim == 2
+        return (x.float() * scale.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
 class QuantizeMethodBase:
@@ -132,6 +150,7 @@ def modules(plugin: list[Plugin]) -> dict[str, ModuleType]:
             "get_forward_context": lambda: plugin[0].context,
         },
         "vllm.utils.torch_utils": {"direct_register_custom_op": lambda name, function, fake_impl: None},
+        "vllm._custom_ops": {"cutlass_scaled_mm": None},
         f"{LAYERS}.fused_moe": {"RoutedExperts": RoutedExperts},
         f"{LAYERS}.linear": {"LinearBase": LinearBase},
         f"{LAYERS}.vocab_parallel_embedding": {"ParallelLMHead": ParallelLMHead},
@@ -142,6 +161,9 @@ def modules(plugin: list[Plugin]) -> dict[str, ModuleType]:
             "CompressedTensorsConfig": CompressedTensorsConfig
         },
         f"{LAYERS}.quantization.compressed_tensors.schemes": {"CompressedTensorsW8A8Fp8": CompressedTensorsW8A8Fp8},
+        f"{LAYERS}.quantization.input_quant_fp8": {"QuantFP8": QuantFP8},
+        f"{LAYERS}.quantization.utils.quant_utils": {"GroupShape": GroupShape},
+        f"{LAYERS}.quantization.utils.w8a8_utils": {"cutlass_fp8_supported": lambda: False},
         "vllm.model_executor.models.utils": {"WeightsMapper": WeightsMapper},
     }
     for name in [*parts]:

@@ -3,13 +3,14 @@
 config.json of such a checkpoint names the compressed-tensors format, which vLLM loads by itself and multiplies in one
 term. The modules in two terms stand beside it, in `fp8q`. vLLM calls `register` in each of its processes.
 
-rows       the rows of a batch that have second terms
-terms      the arithmetic of the GEMM
-gemm       the GEMM of codes, as one operator that the compiler does not look into
-config     which modules of a checkpoint it is for, and how vLLM loads them
-interface  the parts of vLLM that it builds on, and what happens where one is missing
-codes      encoding, shared with fp8q (its `quantize/codes`), as are
-launching  the launch of Triton's kernels, and what is done where they do not start (its `calibrate/model/launching`)
+rows        the exact rows of a batch, which have two terms in the checkpoint
+terms       the arithmetic of the GEMM
+mixed_gemm  its kernel: rows of 16 bits by FP8 weights
+gemm        the GEMM, as one operator that the compiler does not look into
+config      which modules of a checkpoint it is for, and how vLLM loads them
+interface   the parts of vLLM that it builds on, and what happens where one is missing
+codes       encoding, shared with fp8q (its `quantize/codes`), as are
+launching   the launch of Triton's kernels, and what is done where they do not start (its `calibrate/model/launching`)
 """
 
 import logging

@@ -22,6 +22,9 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Fp8
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+from vllm.model_executor.layers.quantization.utils.w8a8_utils import cutlass_fp8_supported
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import WeightsMapper
 
@@ -41,15 +44,24 @@ OTHER_ROWS = ("kv_b_proj", "lm_head")
 DRAFT = "draft_model."
 
 log = logging.getLogger("vllm.fp8q")
+#: The type for which this process lacks vLLM's GEMM of codes, once it was warned of.
+ONE_CODE_MISSING: list[str] = []
 
 
 class TwoTerms(CompressedTensorsW8A8Fp8):
-    """The GEMM of one layer whose input has two terms, or a tail of them."""
+    """The GEMM of one layer whose input has two terms, or a tail of them.
+
+    Rows that have two terms in the checkpoint are exact here (`terms`); `quantize` gives the codes of the others, and
+    is None where there are none.
+    """
 
     def __init__(self, like: CompressedTensorsW8A8Fp8, tail: int):
         """Take the place of the scheme `like`; `tail`: 0 for two terms throughout."""
         super().__init__(like.weight_quant, like.is_static_input_scheme)
         self.tail = tail
+        self.quantize = None
+        if tail and multiplies_one_code():
+            self.quantize = QuantFP8(static=True, group_shape=GroupShape.PER_TENSOR)
         captured = get_current_vllm_config().compilation_config.max_cudagraph_capture_size
         self.free_rows = max(FREE_ROWS, captured or 0)
 
@@ -73,10 +85,30 @@ class TwoTerms(CompressedTensorsW8A8Fp8):
     def apply_weights(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x` [..., in] to [..., out] in its type, or in the model's where latent attention has cast `x` to FP8."""
         x = x if x.dtype.itemsize > 1 else x.to(layer.orig_dtype)
+        codes = None
+        if self.quantize is not None:
+            codes, _ = self.quantize(x.flatten(0, -2), layer.input_scale)
         y: torch.Tensor = torch.ops.vllm.fp8q_linear(
-            x, layer.weight.t(), layer.weight_scale, layer.input_scale, bias, layer.one, self.tail, self.free_rows
-        )
+            x, codes, layer.weight.t(), layer.weight_scale, layer.input_scale, bias, layer.one, self.tail,
+            self.free_rows,
+        )  # fmt: skip
         return y
+
+
+def multiplies_one_code() -> bool:
+    """Tell whether vLLM's GEMM of FP8 codes answers in the model's type on this device; on a CPU the plugin does."""
+    if not torch.cuda.is_available():
+        return True
+    if torch.get_default_dtype().itemsize == 2 and cutlass_fp8_supported():
+        return True
+    if not ONE_CODE_MISSING:
+        ONE_CODE_MISSING.append(str(torch.get_default_dtype()))
+        log.warning(
+            "vLLM has no GEMM of FP8 codes to %s on this GPU, so all rows are exact, not the tails of prompts alone: "
+            "prompts take the time of 16 bits",
+            ONE_CODE_MISSING[0],
+        )
+    return False
 
 
 def set_one(layer: Any, device: torch.device) -> None:

@@ -1,15 +1,14 @@
-"""The rows of a batch that have second terms: every decoded token, and the last positions of each prompt.
+"""The exact rows of a batch: every decoded token, and the last positions of each prompt; the others have one code.
 
 vLLM computes a batch of rows, and `query_start_loc` [sequences + 1] says where those of each sequence begin. The last
-`tail` rows of a sequence have second terms. A sequence that decodes has one row, so it always does. A prompt that is
-read in chunks has a tail in each of them.
+`tail` rows of a sequence are exact. A sequence that decodes has one row, so it always is. A prompt that is read in
+chunks has a tail in each of them.
 
-Nothing here waits for the GPU: the number of rows with second terms must be known before it has counted them, so there
-is room for a whole tail of each sequence, but for no more than one row of each and `PROMPTS` whole tails or an eighth
-of the rows, whichever is more. Where more prompts than that come together in one batch their tails are shorter, by the
-same number of positions each. A batch
-of few rows has second terms throughout: finding a tail would take longer, and its shape does not depend on what is in
-it, as CUDA graphs ask.
+Nothing here waits for the GPU: the number of exact rows must be known before it has counted them, so there is room for
+a whole tail of each sequence, but for no more than one row of each and `PROMPTS` whole tails or an eighth of the rows,
+whichever is more. Where more prompts than that come together in one batch their tails are shorter, by the same number
+of positions each. A batch of few rows is exact throughout: it is bound by reading the weights, and its shape does not
+depend on what is in it, as CUDA graphs ask.
 """
 
 import logging
@@ -25,8 +24,7 @@ log = logging.getLogger("vllm.fp8q")
 #: The whole tails that there is room for in a batch at least, and the share of its rows that they may be.
 PROMPTS = 4
 SHARE = 8
-#: Batches of no more rows have second terms throughout, where CUDA graphs do not ask for more. On an H100 a prompt of
-#: an 8B takes as long with a tail of 64 at some 690 rows (benchmarks/gpu/products.py).
+#: Batches of no more rows are exact throughout, where CUDA graphs do not ask for more: vLLM captures as many by itself.
 FREE_ROWS = 512
 #: The kinds of metadata in which this process found no sequences.
 WARNED: list[str] = []
@@ -34,14 +32,14 @@ WARNED: list[str] = []
 
 @dataclass(frozen=True)
 class Rows:
-    """Numbers of rows, int64 [n], each once, and which of them have second terms, bool [n]; the others fill up."""
+    """Numbers of rows, int64 [n], each once, and which of them are exact, bool [n]; the others fill up."""
 
     numbers: torch.Tensor
     exact: torch.Tensor
 
 
 def tail_rows(starts: torch.Tensor, rows: int, tail: int) -> Rows:
-    """The rows with second terms of a batch of `rows`, of which sequence i has `starts[i]` to `starts[i + 1]`.
+    """The exact rows of a batch of `rows`, of which sequence i has `starts[i]` to `starts[i + 1]`.
 
     `starts` int [sequences + 1], ascending from 0; rows from its last on are padding.
     """
@@ -56,16 +54,16 @@ def tail_rows(starts: torch.Tensor, rows: int, tail: int) -> Rows:
     return Rows(numbers, (inside & (distance < tail))[numbers])
 
 
-def rows_of_batch(rows: int, tail: int | None, free_rows: int) -> Rows | None:
-    """The rows with second terms of the batch that vLLM is computing; None: all `rows`.
+def rows_of_batch(rows: int, tail: int, free_rows: int) -> Rows | None:
+    """The exact rows of the batch that vLLM is computing; None: all `rows`.
 
-    They are found once for all layers of a batch. Where vLLM tells nothing of sequences, all rows have second terms. So
-    they have where there are fewer than the batch has tokens: a layer gets a part of them then, in an order of its own.
+    They are found once for all layers of a batch. Where vLLM tells nothing of sequences, all rows are exact. So they
+    are where there are fewer than the batch has tokens: a layer gets a part of them then, in an order of its own.
     Where there are more, the last are padding.
     """
     from vllm.forward_context import get_forward_context, is_forward_context_available
 
-    if tail is None or rows <= free_rows or not is_forward_context_available():
+    if rows <= free_rows or not is_forward_context_available():
         return None
     context = get_forward_context()
     known: dict[tuple[int, int], Rows] = context.additional_kwargs.setdefault("fp8q", {})
@@ -142,7 +140,7 @@ def _warn_once(metadata: Any) -> None:
     of_layers = metadata.values() if isinstance(metadata, dict) else ()
     WARNED.append(", ".join(sorted({type(layer_metadata).__name__ for layer_metadata in of_layers})) or "microbatches")
     log.warning(
-        "attention says nothing of where sequences begin (%s), so all rows have second terms, not the tails of prompts "
-        "alone: answers are as exact, and prompts take up to 1.8 times as long",
+        "attention says nothing of where sequences begin (%s), so all rows are exact, not the tails of prompts alone: "
+        "prompts take the time of 16 bits",
         WARNED[0],
     )

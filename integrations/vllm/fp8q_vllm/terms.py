@@ -1,89 +1,120 @@
-"""The arithmetic of the GEMM of activations in two terms with FP8 weights; `gemm` makes it an operator of vLLM's.
+"""The arithmetic of the GEMM of activations with FP8 weights; `gemm` makes it an operator of vLLM's.
+
+Exact rows are all that a batch has of decoded tokens and of the ends of prompts (`rows`). They are multiplied in 16
+bits, as the reference multiplies by FP8 weights alone: up to `KERNEL_ROWS` rows, and among rows of one code, by one
+kernel that reads the weight in FP8 (`mixed_gemm`); more rows by torch's GEMM of 16 bits, for which the weight is
+widened in each call. Both sum in FP32 and round once, to the type of x. On a CPU the same is multiplied in FP32.
+
+What the kernel does not take is multiplied in two codes, E4M3 codes a of x / s and b of 16 times their rounding error:
 
     x ≈ s · (a + b / 16),   x · wᵀ ≈ s · s_w · (a · ŵᵀ + b · ŵᵀ / 16)
-
-a is the E4M3 code of x / s and b that of 16 times its rounding error, under a scale s that is a power of two. Both are
-rows of one FP8 GEMM with an FP32 result, so weights are read once and the result is rounded once, to the type of x.
-The rows of b are those that `rows` gives: all, or those of decoded tokens and of the end of a prompt.
 """
+
+import logging
 
 import torch
 from torch.nn.functional import linear
 
-from .codes.encoding import code_values, encode_terms, two_code_values
+from .codes.encoding import CODE, encode_terms
 from .codes.epilogue import Epilogue
-from .codes.formats import TWO_TERMS
-from .codes.gemm import ALIGNMENT, scale_sums, scaled_gemm, scaled_gemm_once
+from .codes.gemm import scale_sums, scaled_gemm
 from .launching import launched
 from .rows import Rows
 
-#: Rows that are multiplied at once: their FP32 sums take 470 MB where an 8B's gate and up are multiplied in two terms.
+#: The kernel's rows at most, where all are exact: with more, widening the weight takes less time than a tensor core
+#: waits for the kernel's conversions (an estimate, docs/decisions/0116).
+KERNEL_ROWS = 512
+#: Rows that are multiplied at once: their FP32 sums take 235 MB where an 8B's gate and up are multiplied.
 CHUNK = 2048
-#: From so many rows on, a tail is multiplied apart from the rows with one term.
-APART = 2048
+#: Why the kernel was not taken in this process, each reason once.
+REFUSALS: set[str] = set()
+
+log = logging.getLogger("vllm.fp8q")
 
 
-def terms_of(x: torch.Tensor, scale: torch.Tensor, count: int) -> torch.Tensor:
-    """The first `count` terms of `x` [rows, in]: E4M3 codes [count, rows, in], or without a GPU their values."""
+def exact_product(x: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue, one: torch.Tensor) -> torch.Tensor:
+    """Multiply `x` [rows, in] by the codes `weight` [out, in], [rows, out] in x's type.
+
+    The epilogue's `input_scale` is a power of two, and `one` float32 [] is 1.
+    """
+    if not x.is_cuda or len(x) > KERNEL_ROWS:
+        return sixteen_bit_product(x, weight, epilogue, one)
+    return kernel_product(x.new_empty(len(x), len(weight)), x, weight, epilogue, one)
+
+
+def with_exact_rows(
+    y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue, one: torch.Tensor, rows: Rows
+) -> torch.Tensor:
+    """Put what `exact_product` gives for the exact ones of `rows` into `y` [rows, out], which has x's type."""
     if x.is_cuda:
-        return encode_terms(x, scale, count, launched)
-    return torch.stack(two_code_values(x, scale) if count > 1 else (code_values(x, scale),))
+        return kernel_product(y, x, weight, epilogue, one, rows)
+    return _put(y, rows, exact_product(x[rows.numbers], weight, epilogue, one))
 
 
-def code_gemm(terms: torch.Tensor, weight: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
-    """Multiply what `terms_of` gives [rows, in] by the codes `weight` [out, in], to float32 [rows, out]."""
-    if not terms.is_cuda:
-        return linear(terms, weight.float())  # exact but for the sum: FP32 holds every product of two codes
-    return scaled_gemm(terms, weight, one=one)
-
-
-def sums_of(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, one: torch.Tensor, rows: Rows | None
-) -> tuple[torch.Tensor, int]:
-    """The GEMM of `x` [rows, in] with `weight` [out, in] in codes, before scales, float32 [terms · rows, out], and
-    its terms: two, or one where the second terms of `rows` are added already.
-    """
-    if rows is None:
-        return code_gemm(terms_of(x, scale, 2).flatten(0, 1), weight, one), 2
-    second = torch.where(rows.exact[:, None], x[rows.numbers], 0)  # of which the second term is 0 too
-    total = code_gemm(torch.cat([terms_of(x, scale, 1)[0], terms_of(second, scale, 2)[1]]), weight, one)
-    return total[: len(x)].index_add_(0, rows.numbers, total[len(x) :], alpha=1 / TWO_TERMS.divisor), 1
-
-
-def tail_apart(
-    x: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue, one: torch.Tensor, rows: Rows
+def kernel_product(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    epilogue: Epilogue,
+    one: torch.Tensor,
+    rows: Rows | None = None,
 ) -> torch.Tensor:
-    """The GEMM of `x` [rows, in] in one term, with those of `rows` in two, in x's type.
+    """Put the products of `rows` of `x` (None: all) into `y` by the kernel, or in two codes where it is not taken."""
 
-    Rows of one term are scaled in the GEMM's own epilogue, so that their FP32 sums are never in memory; the weight
-    is read once more for the few others.
-    """
-    factor = epilogue.input_scale * epilogue.weight_scale
-    y = scaled_gemm_once(terms_of(x, epilogue.input_scale, 1)[0], weight, factor, epilogue.bias, x.dtype)
-    sums = code_gemm(terms_of(x[rows.numbers], epilogue.input_scale, 2).flatten(0, 1), weight, one)
-    exact = scale_sums(sums, epilogue, 2, x.dtype, launched)
+    def kernel() -> torch.Tensor:
+        from .mixed_gemm import triton_mixed_gemm
+
+        return triton_mixed_gemm(x.contiguous(), weight, epilogue, y, rows)
+
+    def operations() -> torch.Tensor:
+        if rows is None:
+            return two_code_product(x, weight, epilogue, one)
+        return _put(y, rows, two_code_product(x[rows.numbers], weight, epilogue, one))
+
+    reason = refusal(x, weight)
+    if reason is None:
+        return launched(x.device, kernel, operations)
+    if reason not in REFUSALS:
+        REFUSALS.add(reason)
+        log.warning("exact rows are multiplied in two codes, which is slower, not by the kernel of 16 bits: %s", reason)
+    return operations()
+
+
+def refusal(x: torch.Tensor, weight: torch.Tensor) -> str | None:
+    """The reason why the kernel does not multiply `x` by `weight`; None where it does."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes activations of 16 bits, and these are {x.dtype}"
+    if weight.dtype != CODE:
+        return f"it takes weights in {CODE}, and these are {weight.dtype}"
+    if not weight.is_contiguous():
+        return "it takes weights whose rows have no gaps"
+    capability = torch.cuda.get_device_capability(x.device)
+    if capability < (8, 9):
+        return f"it takes GPUs of compute capability 8.9 or newer, and this has {capability[0]}.{capability[1]}"
+    return None
+
+
+def sixteen_bit_product(x: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue, one: torch.Tensor) -> torch.Tensor:
+    """Multiply `x` [rows, in] as it is by the weight in x's type, which has every E4M3 code; on a CPU in FP32."""
+    widened = weight.to(x.dtype if x.is_cuda else torch.float32)
+    unscaled = Epilogue(one, epilogue.weight_scale, epilogue.bias)
+    parts = [scale_sums(sums_of(part, widened), unscaled, 1, x.dtype, launched) for part in x.split(CHUNK)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def sums_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply `x` [rows, in] by `weight` [out, in] with sums in FP32, float32 [rows, out]."""
+    if x.is_cuda:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return linear(x.float(), weight)
+
+
+def two_code_product(x: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue, one: torch.Tensor) -> torch.Tensor:
+    """Multiply both codes of `x` [rows, in] as rows of one FP8 GEMM of a GPU, so that the weight is read once."""
+    codes = encode_terms(x, epilogue.input_scale, 2, launched).flatten(0, 1)
+    return scale_sums(scaled_gemm(codes, weight, one=one), epilogue, 2, x.dtype, launched)
+
+
+def _put(y: torch.Tensor, rows: Rows, exact: torch.Tensor) -> torch.Tensor:
+    """Put the exact ones of `rows` into `y`."""
     return y.index_copy_(0, rows.numbers, torch.where(rows.exact[:, None], exact, y[rows.numbers]))
-
-
-def can_be_apart(x: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue) -> bool:
-    """Tell whether `tail_apart` takes a GEMM and is the faster way: on a GPU, from `APART` rows on."""
-    if not x.is_cuda or len(x) < APART or x.dtype != torch.bfloat16 or len(epilogue.weight_scale) != len(weight):
-        return False
-    bias = epilogue.bias
-    return not any(width % ALIGNMENT for width in weight.shape) and (bias is None or bias.dtype == x.dtype)
-
-
-def scaled_of(
-    x: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue, one: torch.Tensor, rows: Rows | None
-) -> torch.Tensor:
-    """The GEMM of `x` [rows, in] with second terms in `rows` (None: in all), [rows, out] in x's type.
-
-    `weight` [out, in] are E4M3 codes, the epilogue's `input_scale` is a power of two, and `one` float32 [] is 1.
-    """
-    if rows is not None and can_be_apart(x, weight, epilogue):
-        return tail_apart(x, weight, epilogue, one, rows)
-    made = []
-    for part in x.split(CHUNK) if rows is None else (x,):
-        sums, terms = sums_of(part, weight, epilogue.input_scale, one, rows)
-        made.append(scale_sums(sums, epilogue, terms, x.dtype, launched))
-    return made[0] if len(made) == 1 else torch.cat(made)
