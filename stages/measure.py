@@ -8,7 +8,7 @@ when an export or the scales first need it.
 """
 
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from ..calibrate.text.packing import Packing
 from ..core.errors import InputError
 from ..core.files import Strict, disk_errors, sha256_file
 from ..core.output_folder import WorkFolder
+from ..core.reporter import Reporter
 from ..core.run import Run
 from ..core.undo import scratch
 from ..options import CalibrateOptions, MeasureOptions
@@ -257,13 +258,33 @@ def streamed(source: Source, asked: bool | None, notes: Notes, ranks: int = 1) -
     """Tell whether to stream: as the option says, or where the weights exceed the available memory, with a note.
     `ranks` on a CPU share the memory.
     """
+    need = LayersNeed(weight_bytes(source), "the weights take {} in BF16", "calibrating")
+    return by_layer(asked, need, notes, ranks)
+
+
+@dataclass(frozen=True)
+class LayersNeed:
+    """The `bytes` of memory that some work needs with whole models; `sentence`: what takes them, with `{}` for their
+    number; `doing`: the work.
+    """
+
+    bytes: int
+    sentence: str
+    doing: str
+
+
+def by_layer(asked: bool | None, need: LayersNeed, report: Reporter, ranks: int = 1) -> bool:
+    """Tell whether to go layer by layer: as was `asked` for, or where memory does not hold what is needed, with a note.
+
+    `ranks` on a CPU share the memory.
+    """
     if asked is not None:
         return asked
-    size = weight_bytes(source)
-    if not (too_much := beyond(size, ranks)):
-        return False
-    notes.note(f"--stream: the weights take {size / 1e9:,.3g} GB in BF16, {too_much}: calibrating layer by layer")
-    return True
+    too_much = beyond(need.bytes, ranks)
+    if too_much:
+        needed = need.sentence.format(f"{need.bytes / 1e9:,.3g} GB")
+        report.note(f"--stream: {needed}, {too_much}: {need.doing} layer by layer")
+    return bool(too_much)
 
 
 def beyond(size: int, ranks: int = 1) -> str:
