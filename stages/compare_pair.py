@@ -81,7 +81,7 @@ from ..validate.pair.tokenizer_differences import tokenizer_differences
 from ..validate.report.loss_buckets import by_position
 from ..validate.report.pair_page import pair_page
 from .corpus import prefix_for
-from .measure import LayersNeed, by_layer
+from .measure import LayersNeed, streams_layers
 from .other_text import cut_for
 from .pipeline.stage import device
 from .shared.texts import read_tokens
@@ -212,7 +212,7 @@ def goes_by_layer(
     """
     (original, config, _), *_ = checkpoints
     size = 4 * sum(prod(header.shape) for header in weight_headers(original, config).values())
-    stream = by_layer(options.stream, LayersNeed(size, f"{models} {{}}", "comparing"), progress)
+    stream = streams_layers(options.stream, LayersNeed(size, f"{models} {{}}", "comparing"), progress)
     if stream:
         for path, config, option in checkpoints:
             check_streamed_form(path, config, option)

@@ -259,7 +259,7 @@ def streamed(source: Source, asked: bool | None, notes: Notes, ranks: int = 1) -
     `ranks` on a CPU share the memory.
     """
     need = LayersNeed(weight_bytes(source), "the weights take {} in BF16", "calibrating")
-    return by_layer(asked, need, notes, ranks)
+    return streams_layers(asked, need, notes, ranks)
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class LayersNeed:
     doing: str
 
 
-def by_layer(asked: bool | None, need: LayersNeed, report: Reporter, ranks: int = 1) -> bool:
+def streams_layers(asked: bool | None, need: LayersNeed, report: Reporter, ranks: int = 1) -> bool:
     """Tell whether to go layer by layer: as was `asked` for, or where memory does not hold what is needed, with a note.
 
     `ranks` on a CPU share the memory.

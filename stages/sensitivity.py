@@ -37,7 +37,7 @@ from ..quantize.sensitivity.layerwise import PASSES, Layerwise, LayerwiseTask
 from ..quantize.sensitivity.single_site import Float, Prefix
 from ..quantize.sensitivity.site_quantizers import Quantizer, sites_of
 from .corpus import load_tokens, spread_windows
-from .measure import LayersNeed, beyond, by_layer
+from .measure import LayersNeed, beyond, streams_layers
 from .pipeline.stage import NO_FACTS, Key, Notes, device
 from .pipeline.stages import SENSITIVITY
 from .shared.adapters import note_base_alone
@@ -155,7 +155,7 @@ def _streamed(source: Source, options: SensitivityOptions, notes: Notes) -> bool
     """
     size = COPIES * weight_bytes(source)
     need = LayersNeed(size, "the model in FP32 and its codes take {}", "predicting")
-    stream = by_layer(options.stream, need, notes)
+    stream = streams_layers(options.stream, need, notes)
     if stream and options.measure:
         raise InputError(
             f"--measure {options.measure}",

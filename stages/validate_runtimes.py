@@ -45,7 +45,7 @@ from ..validate.pair.streamed import PairStream, StreamedWindows, check_disk
 from ..validate.report.loss_buckets import by_frequency, by_position
 from .corpus import load_tokens
 from .cpu_time import STEP_TOKENS, token_seconds
-from .measure import LayersNeed, by_layer
+from .measure import LayersNeed, streams_layers
 from .other_text import positions
 from .pipeline.stage import Notes, device
 from .shared.adapters import adapters_of
@@ -83,9 +83,9 @@ def evaluate_runtimes(run: Run, tokens: Evaluation, options: ValidateOptions, fo
 def check_stream(options: ValidateOptions) -> None:
     """Raise InputError for --stream of windows that are decoded, or with an accumulator."""
     if options.stream and (options.as_served is not None or options.accumulator):
-        whole = "--accumulator" if options.accumulator else f"--as-served {options.as_served}"
+        other = "--accumulator" if options.accumulator else f"--as-served {options.as_served}"
         raise InputError(
-            "--stream", f"runs whole windows through a layer, and {whole} the whole model", "leave one out"
+            "--stream", f"runs whole windows through a layer, and {other} the whole model", "leave one out"
         )
 
 
@@ -149,7 +149,7 @@ def _by_layer(names: Sequence[str], asked: Loading, options: ValidateOptions, no
     sizes = {name: held_type(name, source).itemsize for name in names}
     largest = max(sizes, key=lambda name: sizes[name])
     need = LayersNeed(weight_bytes(source) // 2 * sizes[largest], f"{largest} takes {{}}", "validating")
-    return by_layer(options.stream, need, notes)
+    return streams_layers(options.stream, need, notes)
 
 
 def _decoding_time(run: Run, tokens: Evaluation, options: ValidateOptions) -> str:
