@@ -85,7 +85,8 @@ def check_batches(options: CalibrateOptions, windows: int, world: World) -> None
             f"start at most {end - first}, or ask for more --samples or a smaller --batch-size than "
             f"{options.batch_size}",
         )
-    if options.weight_rounding in NOT_IN_PARTS and (world.size > 1 or options.batches):
+    in_parts = world.size > 1 or (options.batches and options.weight_rounding == "sequential")
+    if in_parts and options.weight_rounding in NOT_IN_PARTS:
         how = f"{world.size} ranks" if world.size > 1 else "--batches"
         fault, measuring = NOT_IN_PARTS[options.weight_rounding]
         raise InputError(

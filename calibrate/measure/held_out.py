@@ -22,6 +22,8 @@ from ..model.expert_modules import FUSED
 EVERY = 8
 #: Tokens of an expert that are stored.
 TOKENS = 128
+#: What the names of files with held-out tokens end in.
+HELD_OUT = ".held_out.npy"
 
 
 def is_held_out(batch: int, batches: int) -> bool:
@@ -86,7 +88,7 @@ def expert_number(gemm: str) -> int:
 
 def tokens_file(folder: Path, name: str) -> Path:
     """The file of the held-out tokens of the input `name`: their BF16 bits, int16 [tokens, width]."""
-    return folder / f"{name}.held_out.npy"
+    return folder / f"{name}{HELD_OUT}"
 
 
 def load_held_out(folder: Path, name: str) -> torch.Tensor | None:

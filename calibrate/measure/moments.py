@@ -18,7 +18,7 @@ BF16 are multiplied there by the units for BF16, whose products are exact and ar
 
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,10 +28,12 @@ import torch
 from ...core.files import reading, replacing
 from ...core.run import Run
 from ..model.memory import has_room
-from .held_out import HeldOutTokens, load_inputs, save_inputs
+from .held_out import HELD_OUT, HeldOutTokens, load_inputs, save_inputs
 
 #: What the names of files with the first tokens of windows end in.
 FIRST = ".first.npy"
+#: Rows of second moments that are added at a time.
+ADDED_ROWS = 512
 #: The dimensions of inputs whose first tokens are known: [windows, tokens, width].
 WINDOWS_OF_TOKENS = 3
 
@@ -194,6 +196,26 @@ def load_moments(folder: Path, name: str, first: float = 1.0, shrinkage: float =
             shrink(moments, shrinkage)
         moments.addmm_(tokens.float().T, tokens.float(), alpha=first)
     return moments
+
+
+def add_moments(folders: Sequence[Path], out: Path) -> None:
+    """Write to the folder `out`, which exists, the sums of the second moments in `folders`, and their tokens one after
+    the other, in this order.
+
+    Sums are added in FP64 and rounded once, so that they do not depend on the order but for their last bits.
+    """
+    for name in sorted({path.name for folder in folders for path in folder.glob("*.npy")}):
+        paths = [folder / name for folder in folders if (folder / name).is_file()]
+        with reading(paths[0].parent, "second moments"):
+            parts = [np.load(path, mmap_mode="r", allow_pickle=False) for path in paths]
+        if name.endswith((FIRST, HELD_OUT)):
+            np.save(out / name, np.concatenate(parts))
+            continue
+        total = new_matrix(out / name, len(parts[0]))
+        for start in range(0, len(total), ADDED_ROWS):
+            rows = slice(start, start + ADDED_ROWS)
+            total[rows] = np.sum([part[rows] for part in parts], axis=0, dtype=np.float64)
+        total.flush()
 
 
 def shrink(moments: torch.Tensor, shrinkage: float) -> torch.Tensor:

@@ -303,14 +303,6 @@ def test_a_place_is_told_by_the_variables_of_torchrun() -> None:
                 "ranks, or leave it out"
             ),
         ),
-        (
-            {"weight_rounding": "gptq", "batches": (0, 1)},
-            1,
-            (
-                "--weight-rounding gptq: its second moments are sums that round differently in parts; measure without "
-                "--batches, "
-            ),
-        ),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused_with_the_numbers(
