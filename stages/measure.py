@@ -7,7 +7,6 @@ The stage `queries` measures the queries of attention, which only attention in F
 when an export or the scales first need it.
 """
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -148,11 +147,12 @@ def measure(
         log.machine = world.machine()
         work = WorkFolder(run.root, MEASURE.name)
         with (
-            work.opened(work_key(task, world), notes.note) if stream else nullcontext() as folder,
-            gathering(run, moments, folder / "moments" if folder else None) as gathered,
+            work.opened(work_key(task, world), notes.note) as folder,
+            gathering(run, moments, folder / "moments") as gathered,
         ):
             announce(task, windows, world)
-            statistics = world.added(run_model(source, measured_share(task, windows, world, gathered), notes, folder))
+            share = measured_share(task, windows, world, gathered)
+            statistics = world.added(run_model(source, share, notes, folder, stream))
         log.outputs += [*save_statistics(run, statistics), *sorted(run.moments.glob("*.npy"))]
 
 
@@ -167,11 +167,8 @@ def take_part(run: Run, source: Source, world: World, notes: Notes) -> None:
     task = MeasureTask.model_validate(sent)
     windows = world.sent(None)
     work = WorkFolder(run.root, MEASURE.name, world.rank)
-    with (
-        disk_errors(run.root),
-        work.opened(work_key(task, world)) if task.stream else nullcontext() as folder,
-    ):
-        world.added(run_model(source, measured_share(task, windows, world), notes, folder))
+    with disk_errors(run.root), work.opened(work_key(task, world)) as folder:
+        world.added(run_model(source, measured_share(task, windows, world), notes, folder, task.stream))
 
 
 def task_of(
@@ -219,6 +216,7 @@ def work_key(task: MeasureTask, world: World) -> dict[str, object]:
     """Return all that a rank's share, and each of its last bits, depends on."""
     return {
         **task.key,
+        "stream": task.stream,
         "batch_size": task.corpus.batch_size,
         "batches": world.share(task.batches),
         "rank": world.rank,
@@ -233,26 +231,25 @@ def measured_share(
     return Measurement(windows, task.model, task.corpus, world.share(task.batches), moments, task.all_experts)
 
 
-def run_model(source: Source, what: Measurement, notes: Notes, folder: Path | None) -> Statistics:
+def run_model(source: Source, what: Measurement, notes: Notes, folder: Path, stream: bool) -> Statistics:
     """Run the float model on the windows of `what`, alone and then with each adapter, and add all statistics.
 
-    It runs decoder layer by decoder layer with hidden states in `folder`, or in memory without one. Second moments are
+    It runs decoder layer by decoder layer (`stream`) or in memory, with the progress in `folder`. Second moments are
     those of the base alone, whose weights they are for.
     """
-    statistics = _run_one(source, what, notes, folder)
+    measured = measure_streamed if stream else _measured_in_memory
+    statistics = measured(source, what, notes, folder, device())
     for variant in source.variants[1:]:
         assert variant.on, "what is beside the base is an adapter"
-        inside = folder / f"adapter-{variant.on.name}" if folder else None
-        if inside:
-            inside.mkdir(exist_ok=True)
-        statistics = statistics.with_variant(variant.on, _run_one(variant, replace(what, moments=None), notes, inside))
+        inside = folder / f"adapter-{variant.on.name}"
+        inside.mkdir(exist_ok=True)
+        of_variant = measured(variant, replace(what, moments=None), notes, inside, device())
+        statistics = statistics.with_variant(variant.on, of_variant)
     return statistics
 
 
-def _run_one(source: Source, what: Measurement, notes: Notes, folder: Path | None) -> Statistics:
-    if folder is not None:
-        return measure_streamed(source, what, notes, folder, device())
-    return measure_in_memory(load_model(source, torch.bfloat16, device()), what, notes)
+def _measured_in_memory(source: Source, what: Measurement, notes: Notes, folder: Path, device: str) -> Statistics:
+    return measure_in_memory(load_model(source, torch.bfloat16, device), what, notes, folder)
 
 
 def streamed(source: Source, asked: bool | None, notes: Notes, ranks: int = 1) -> bool:
@@ -322,8 +319,8 @@ def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
     new = {"name": text, "fingerprint": sha256_of(windows), "windows": len(windows), "sources": None, "texts": None}
     measured = record.corpus.model_copy(update=new)
     what = Measurement(windows, record.model, measured)
-    with scratch() if streamed(source, None, notes) else nullcontext() as folder:
-        return run_model(source, what, notes, folder)
+    with scratch() as folder:
+        return run_model(source, what, notes, folder, streamed(source, None, notes))
 
 
 def check_queries(source: Source, option: str, notes: Notes) -> None:

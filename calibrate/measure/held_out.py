@@ -61,12 +61,19 @@ class HeldOutTokens:
         return torch.cat(chosen) if chosen else None
 
     def save(self, folder: Path) -> None:
-        """Write the tokens of each name to its file in `folder`, and forget them."""
+        """Write the tokens of each name to its file in `folder`."""
         for name in self.names():
             tokens = self.tokens(name)
             assert tokens is not None, "it has tokens"
             save_inputs(tokens_file(folder, name), tokens)
-        self._chosen.clear()
+
+    def load(self, folder: Path) -> None:
+        """Go on with the tokens that `save` wrote to `folder`."""
+        for file in sorted(folder.glob(f"*{HELD_OUT}")):
+            name = file.name.removesuffix(HELD_OUT)
+            tokens = load_held_out(folder, name)
+            assert tokens is not None, "its file is there"
+            self._chosen[name] = [tokens]
 
 
 def input_name(gemm: str) -> str:

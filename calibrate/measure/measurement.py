@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,8 @@ from ..model.expert_modules import routed_gemms
 from ..model.gemms import observed_gemms, output_channel_axis
 from .moments import SecondMoments
 from .observe import Watch, probe_groups
-from .statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics
+from .saved_batches import SavedBatches
+from .statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics, added_tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,17 +67,29 @@ class Measurement:
         return Statistics(record, tensors, dict(weights))
 
 
-def measure_in_memory(model: PreTrainedModel, what: Measurement, report: Reporter) -> Statistics:
-    """Run `model` on the windows of `what` and observe each tensor that can be quantized, without the output head."""
+def measure_in_memory(
+    model: PreTrainedModel, what: Measurement, report: Reporter, folder: Path | None = None
+) -> Statistics:
+    """Run `model` on the windows of `what` and observe each tensor that can be quantized, without the output head.
+
+    `folder`, which exists, keeps the progress: a call with the same arguments goes on from what a killed one saved.
+    """
     modules = observed_gemms(model)
     groups = probe_groups(model, modules)
     watch = Watch(model, modules, groups, what.corpus.batches, what.moments, what.all_experts)
-    with report.track("Calibrating", what.tokens, "tokens") as advance:
-        for batch, ids in what.parts.items():
+    saved = None if folder is None else SavedBatches(folder, what.moments)
+    done, before = saved.load(what.corpus.batches) if saved else (0, {})
+    if done:
+        report.note(f"going on behind batch {done} of {len(what.parts)}, where an earlier call stopped")
+    remaining = [*what.parts.items()][done:]
+    with report.track("Calibrating", sum(ids.size for _, ids in remaining), "tokens") as advance:
+        for number, (batch, ids) in enumerate(remaining, done + 1):
             watch.forward(torch.from_numpy(ids), batch)
             advance(ids.size)
+            if saved and number < len(what.parts) and saved.is_due():
+                saved.save(number, added_tensors(before, watch.statistics()))
     weights = {name: weight_amax(module) for name, module in modules.items()}
-    return what.statistics(groups, watch.statistics(), weights, routed_gemms(model))
+    return what.statistics(groups, added_tensors(before, watch.statistics()), weights, routed_gemms(model))
 
 
 def weight_amax(module: torch.nn.Module) -> npt.NDArray[np.float32]:

@@ -65,7 +65,7 @@ class SecondMoments:
         the first token of each window beside the sums.
         """
         self.folder = folder
-        self._going_on = going_on
+        self._going_on = frozenset(going_on)
         self._first_apart = first_apart
         folder.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, np.memmap[tuple[int, int], np.dtype[np.float32]]] = {}
@@ -113,6 +113,37 @@ class SecondMoments:
         """Tell whether any sums are added up in files, which then change with each batch."""
         return len(self._on_gpu) < len(self._files)
 
+    @property
+    def bytes(self) -> int:
+        """The bytes of the sums."""
+        return sum(file.nbytes for file in self._files.values())
+
+    def copy(self, folder: Path) -> None:
+        """Write sums and tokens to the new `folder`, and go on adding to them."""
+        self.save()
+        folder.mkdir()
+        for name in self._files.keys() | self._going_on:
+            shutil.copyfile(moments_file(self.folder, name), moments_file(folder, name))
+        self._save_tokens(folder)
+
+    def go_on(self, folder: Path, batches: int) -> None:
+        """Go on with the sums and tokens that `copy` wrote to `folder`, of a text of so many `batches`; with nothing
+        where it is not there.
+        """
+        shutil.rmtree(self.folder)
+        self.folder.mkdir()
+        sums = [file for file in sorted(folder.glob("*.npy")) if not file.name.endswith((FIRST, HELD_OUT))]
+        for file in sums:
+            shutil.copyfile(file, self.folder / file.name)
+        self._going_on = frozenset(file.stem for file in sums)
+        for file in sorted(folder.glob(f"*{FIRST}")):
+            name = file.name.removesuffix(FIRST)
+            tokens = load_inputs(file, "first tokens of windows")
+            assert tokens is not None, "its file is there"
+            self._first[name] = [tokens]
+        self._held_out = HeldOutTokens(batches)
+        self._held_out.load(folder)
+
     def save(self) -> None:
         """Write the sums to disk, and go on adding to them."""
         for name, file in self._files.items():
@@ -123,15 +154,19 @@ class SecondMoments:
     def close(self) -> list[str]:
         """Write the sums and tokens to disk and close the files; return the names of the sums."""
         self.save()
-        for name, tokens in self._first.items():
-            save_inputs(first_file(self.folder, name), torch.cat(tokens))
-        if self._held_out is not None:
-            self._held_out.save(self.folder)
+        self._save_tokens(self.folder)
         names = list(self._files)
         self._files.clear()
         self._on_gpu.clear()
         self._first.clear()
+        self._held_out = None
         return names
+
+    def _save_tokens(self, folder: Path) -> None:
+        for name, tokens in self._first.items():
+            save_inputs(first_file(folder, name), torch.cat([part.to(tokens[-1].device) for part in tokens]))
+        if self._held_out is not None:
+            self._held_out.save(folder)
 
 
 def has_exact_units(x: torch.Tensor) -> bool:

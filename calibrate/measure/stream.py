@@ -35,7 +35,7 @@ from .chain import Chain, LayerChain, Observing
 from .hidden_states import Batches, HiddenStates
 from .measurement import Measurement, weight_amax
 from .observe import Watch
-from .statistics import Statistics, TensorStatistics, load_arrays, save_arrays
+from .statistics import Statistics, TensorStatistics, added_tensors, load_arrays, save_arrays
 
 
 def measure_streamed(
@@ -60,7 +60,7 @@ def _added(steps: Iterable[Path]) -> tuple[dict[str, TensorStatistics], dict[str
     weights: dict[str, npt.NDArray[np.float32]] = {}
     for step in steps:
         loaded, amax = load_arrays(step)
-        tensors |= {name: tensors[name].merge(tensor) if name in tensors else tensor for name, tensor in loaded.items()}
+        tensors = added_tensors(tensors, loaded)
         weights |= amax
     return tensors, weights
 
