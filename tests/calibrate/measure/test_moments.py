@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from gpu.waits import host_waits
@@ -166,7 +167,7 @@ def test_parts_are_added_in_order_and_their_tokens_follow_one_another(tmp_path: 
     half = 2.0**-24
     one = np.eye(1, dtype=np.float32)
     small = np.full((2, 2), half, np.float32)
-    parts = [
+    parts: list[dict[str, npt.NDArray[Any]]] = [
         {"a.npy": np.ones((2, 2), np.float32), "a.first.npy": np.array([[1, 2]], np.int16), "e.npy": one},
         {"a.npy": small, "a.first.npy": np.array([[3, 4]], np.int16)},
         {"a.npy": small, "e.npy": one, "e.held_out.npy": np.ones((3, 1), np.int16)},

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from fp8q.calibrate.measure import saved_batches
+from fp8q.calibrate.measure import measurement
+from fp8q.calibrate.measure.measurement import SavedBatches
 from fp8q.calibrate.measure.observe import Watch
-from fp8q.calibrate.measure.saved_batches import SavedBatches
+from fp8q.calibrate.measure.statistics import save_arrays
 from fp8q.calibrate.model.source import open_source
 from fp8q.core.reporter import Silent
 from fp8q.core.run import Run
@@ -90,8 +91,8 @@ def test_killed_twice_it_goes_on_behind_the_last_batch_it_saved(
     assert any(name.endswith(".held_out.npy") for name in whole)
     assert any(name.endswith(".first.npy") for name in whole)
     assert listening.lines == []
-    monkeypatch.setattr(saved_batches, "EVERY_S", 0.0)
-    monkeypatch.setattr(saved_batches, "SHARE", 1e9)
+    monkeypatch.setattr(measurement, "EVERY_S", 0.0)
+    monkeypatch.setattr(measurement, "SHARE", 1e9)
     for at, expected in ((2, [0, 1, 2]), (4, [2, 3, 4])):
         ran = stopping(at)
         with pytest.raises(Killed):
@@ -106,19 +107,18 @@ def test_killed_twice_it_goes_on_behind_the_last_batch_it_saved(
 
 def test_it_saves_once_a_minute_and_for_a_fiftieth_of_the_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clock = [0.0]
-    monkeypatch.setattr(saved_batches.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
     saved = SavedBatches(tmp_path, None)
     due = []
     for now in (59.0, 60.0):
         clock[0] = now
         due.append(saved.is_due())
-    save_arrays = saved_batches.save_arrays
 
     def slow(*arguments: Any) -> None:
         save_arrays(*arguments)
         clock[0] += 3.0
 
-    monkeypatch.setattr(saved_batches, "save_arrays", slow)
+    monkeypatch.setattr(measurement, "save_arrays", slow)
     saved.save(1, {})
     for now in (63.0 + 149.0, 63.0 + 150.0):
         clock[0] = now
