@@ -8,18 +8,20 @@ when an export or the scales first need it.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from ..calibrate.measure.measurement import Measurement, measure_in_memory
-from ..calibrate.measure.moments import SecondMoments, gathering
+from ..calibrate.measure.moments import SecondMoments, gathering, store_alone
 from ..calibrate.measure.queries import query_statistics
 from ..calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_record, save_arrays, save_statistics
 from ..calibrate.measure.stream import measure_streamed
 from ..calibrate.model.memory import SHARE, available_bytes, weight_bytes
 from ..calibrate.model.source import Source, load_model
 from ..calibrate.model.tokenizer import load_tokenizer
+from ..calibrate.ranks.handed_moments import HandedMoments
 from ..calibrate.ranks.world import World
 from ..calibrate.text import corpus
 from ..calibrate.text.evaluation import sha256_of
@@ -42,17 +44,12 @@ from .shared.adapters import fingerprints
 from .shared.sources import source_of
 from .shared.texts import Tokens
 
-#: Roundings of weights that cannot be measured in parts: the reason, and how to measure for them.
-NOT_IN_PARTS = {
-    "gptq": ("its second moments are sums that round differently in parts", "measure"),
-    "sequential": ("runs all batches through one layer after the other, in one process", "use `fp8q calibrate`"),
-}
-
 
 class MeasureTask(Strict):
     """The measurement that rank 0 tells the others to make: their shares of `batches`.
 
-    `key`: the inputs and options that the result depends on.
+    `moments`: second moments are gathered, to which ranks add in turn. `key`: the inputs and options that the result
+    depends on.
     """
 
     model: ModelIdentity
@@ -60,6 +57,7 @@ class MeasureTask(Strict):
     batches: list[int]
     stream: bool
     all_experts: bool
+    moments: bool
     key: dict[str, str]
 
 
@@ -84,12 +82,18 @@ def check_batches(options: CalibrateOptions, windows: int, world: World) -> None
             f"start at most {end - first}, or ask for more --samples or a smaller --batch-size than "
             f"{options.batch_size}",
         )
-    in_parts = world.size > 1 or (options.batches and options.weight_rounding == "sequential")
-    if in_parts and options.weight_rounding in NOT_IN_PARTS:
+    if options.weight_rounding == "sequential" and (world.size > 1 or options.batches):
         how = f"{world.size} ranks" if world.size > 1 else "--batches"
-        fault, measuring = NOT_IN_PARTS[options.weight_rounding]
         raise InputError(
-            f"--weight-rounding {options.weight_rounding}", fault, f"{measuring} without {how}, or leave it out"
+            "--weight-rounding sequential",
+            "runs all batches through one layer after the other, in one process",
+            f"use `fp8q calibrate` without {how}, or leave it out",
+        )
+    if options.needs_moments and world.size > 1 and options.stream is False:
+        raise InputError(
+            "--no-stream",
+            f"{world.size} ranks hand second moments on after each decoder layer",
+            "leave it out, or start one process",
         )
     if options.clip.method == "delayed" and options.clip.interval > batches and not options.batches:
         raise no_scale(options.clip, batches)
@@ -130,17 +134,12 @@ def measure(
         world.gathered({})  # the other ranks have nothing to do
         return
     windows = load_tokens(run, run.calibration, source.text_config.vocab_size)
-    stream = streamed(source, options.stream, notes, world.process.local_ranks)
-    task = task_of(
-        source,
-        windows,
-        texts,
-        options,
-        stream,
-        {**key.inputs}
-        | {"moments": str(moments), "all_experts": str(options.all_experts)}
-        | {f"adapter {adapter.name}": adapter.fingerprint for adapter in source.adapters},
-    )
+    in_turn = moments and world.size > 1
+    stream = in_turn or streamed(source, options.stream, notes, world.process.local_ranks)
+    inputs = {**key.inputs, "moments": str(moments), "all_experts": str(options.all_experts)}
+    inputs |= {f"adapter {adapter.name}": adapter.fingerprint for adapter in source.adapters}
+    task = task_of(source, windows, texts, options, inputs)
+    task = task.model_copy(update={"stream": stream, "moments": moments})
     if world.size > 1:
         notes.note(world.described())
     with MEASURE.writing(run, key, notes) as log:
@@ -148,7 +147,7 @@ def measure(
         work = WorkFolder(run.root, MEASURE.name)
         with (
             work.opened(work_key(task, world), notes.note) as folder,
-            gathering(run, moments, folder / "moments") as gathered,
+            gathering(run, moments, folder / "moments", partial(store_of, world)) as gathered,
         ):
             announce(task, windows, world)
             share = measured_share(task, windows, world, gathered)
@@ -168,7 +167,15 @@ def take_part(run: Run, source: Source, world: World, notes: Notes) -> None:
     windows = world.sent(None)
     work = WorkFolder(run.root, MEASURE.name, world.rank)
     with disk_errors(run.root), work.opened(work_key(task, world)) as folder:
-        world.added(run_model(source, measured_share(task, windows, world), notes, folder, task.stream))
+        moments = store_of(world, folder / "moments") if task.moments else None
+        world.added(run_model(source, measured_share(task, windows, world, moments), notes, folder, task.stream))
+
+
+def store_of(world: World, folder: Path) -> SecondMoments:
+    """The store of second moments in `folder`: of one process, or of one of the ranks of `world`, which all make it."""
+    if world.size == 1:
+        return store_alone(folder)
+    return HandedMoments(world, folder)
 
 
 def task_of(
@@ -176,10 +183,11 @@ def task_of(
     windows: Tokens,
     texts: CorpusFacts,
     options: MeasureOptions,
-    stream: bool,
     key: dict[str, str],
 ) -> MeasureTask:
-    """The measurement of `windows` int64 [windows, seq_len], cut from `texts`, by `options`."""
+    """The measurement of `windows` int64 [windows, seq_len], cut from `texts`, by `options`, in memory, without second
+    moments.
+    """
     identity = ModelIdentity(
         name=source.title,
         revision=source.revision,
@@ -200,8 +208,9 @@ def task_of(
         model=identity,
         corpus=corpus,
         batches=list(range(*(options.batches or (0, corpus.batches)))),
-        stream=stream,
+        stream=False,
         all_experts=options.all_experts,
+        moments=False,
         key=key,
     )
 
@@ -218,7 +227,7 @@ def work_key(task: MeasureTask, world: World) -> dict[str, object]:
         **task.key,
         "stream": task.stream,
         "batch_size": task.corpus.batch_size,
-        "batches": world.share(task.batches),
+        "batches": world.share(task.batches, task.moments),
         "rank": world.rank,
         **arithmetic(),
     }
@@ -228,7 +237,8 @@ def measured_share(
     task: MeasureTask, windows: Tokens, world: World, moments: SecondMoments | None = None
 ) -> Measurement:
     """Return the part that this rank measures."""
-    return Measurement(windows, task.model, task.corpus, world.share(task.batches), moments, task.all_experts)
+    batches = world.share(task.batches, task.moments)
+    return Measurement(windows, task.model, task.corpus, batches, moments, task.all_experts)
 
 
 def run_model(source: Source, what: Measurement, notes: Notes, folder: Path, stream: bool) -> Statistics:

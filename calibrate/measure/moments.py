@@ -18,7 +18,7 @@ BF16 are multiplied there by the units for BF16, whose products are exact and ar
 
 import os
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,22 +39,30 @@ WINDOWS_OF_TOKENS = 3
 
 
 @contextmanager
-def gathering(run: Run, wanted: bool, folder: Path | None = None) -> "Iterator[SecondMoments | None]":
+def gathering(
+    run: Run, wanted: bool, folder: Path | None = None, store: "Callable[[Path], SecondMoments] | None" = None
+) -> "Iterator[SecondMoments | None]":
     """Open the store of second moments for a stage of `run`, first tokens apart; yields None unless they are `wanted`.
 
     `folder`: add the sums up there, so that a killed stage can go on; the folder stays, and `run.moments` gets hard
     links to its files. Older moments are removed first, and `run.moments` appears when the block ends without an error.
+    `store` makes the store in a folder, where that is no `SecondMoments` of one process.
     """
     shutil.rmtree(run.moments, ignore_errors=True)
     if not wanted:
         yield None
         return
     with replacing(run.moments) as partial:
-        moments = SecondMoments(folder or partial, first_apart=True)
+        moments = (store or store_alone)(folder or partial)
         yield moments
         moments.close()
         if folder is not None:
             shutil.copytree(folder, partial, copy_function=os.link)
+
+
+def store_alone(folder: Path) -> "SecondMoments":
+    """The store of one process in `folder`, first tokens apart."""
+    return SecondMoments(folder, first_apart=True)
 
 
 class SecondMoments:
@@ -126,12 +134,16 @@ class SecondMoments:
             shutil.copyfile(moments_file(self.folder, name), moments_file(folder, name))
         self._save_tokens(folder)
 
+    def resume(self, step: int, batches: int) -> None:
+        """Prepare to gather from `step` of a model that goes layer by layer on, for a text of so many `batches`."""
+
+    def begin(self, step: int) -> None:
+        """Prepare for the moments of `step`, which `close` ends."""
+
     def go_on(self, folder: Path, batches: int) -> None:
-        """Go on with the sums and tokens that `copy` wrote to `folder`, of a text of so many `batches`; with nothing
-        where it is not there.
+        """Go on with the sums and tokens that are in `folder`, of a text of so many `batches`; with nothing where it is
+        not there.
         """
-        shutil.rmtree(self.folder)
-        self.folder.mkdir()
         sums = [file for file in sorted(folder.glob("*.npy")) if not file.name.endswith((FIRST, HELD_OUT))]
         for file in sums:
             shutil.copyfile(file, self.folder / file.name)
