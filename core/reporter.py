@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from threading import Event, Thread
 from typing import Protocol
 
@@ -47,16 +48,16 @@ def minutes(
     line.
     """
     start = time.monotonic()
-    done = 0
+    pace = WorkPace()
     ended = Event()
 
     def advance(units: int) -> None:
-        nonlocal done
-        done += units
+        nonlocal pace
+        pace = WorkPace(pace.done + units, units, time.monotonic() - start)
 
     def tell() -> None:
         while not ended.wait(EVERY_S):
-            say(progress_line(with_standing(description, standing), done, total, unit, time.monotonic() - start))
+            say(progress_line(with_standing(description, standing), pace, total, unit, time.monotonic() - start))
 
     teller = Thread(target=tell, name="fp8q progress", daemon=True)
     teller.start()
@@ -77,11 +78,28 @@ def with_standing(description: str, standing: Standing | None) -> str:
     return description
 
 
-def progress_line(description: str, done: int, total: int, unit: str, seconds: float) -> str:
+@dataclass(frozen=True)
+class WorkPace:
+    """The units that are `done`, `last` of them by the last step, which ended after `seconds`."""
+
+    done: int = 0
+    last: int = 0
+    seconds: float = 0.0
+
+    def left(self, total: int, seconds: float) -> float:
+        """The seconds that the rest of `total` takes, `seconds` after the beginning. Between two steps it falls, down
+        to the time of the steps behind the one that runs.
+        """
+        of_unit = self.seconds / self.done
+        behind = max(0, total - self.done - self.last)
+        return max(of_unit * (total - self.done) - (seconds - self.seconds), of_unit * behind)
+
+
+def progress_line(description: str, pace: WorkPace, total: int, unit: str, seconds: float) -> str:
     """State how much was done in `seconds`, and, by the same pace, how long the rest takes."""
-    share = f" ({done / total:.0%})" if total and unit != "%" else ""
-    left = f", about {duration(seconds * (total - done) / done)} left" if done else ""
-    return f"{description}: {done:,} of {total:,} {unit}{share} in {duration(seconds)}{left}"
+    share = f" ({pace.done / total:.0%})" if total and unit != "%" else ""
+    left = f", about {duration(pace.left(total, seconds))} left" if pace.done else ""
+    return f"{description}: {pace.done:,} of {total:,} {unit}{share} in {duration(seconds)}{left}"
 
 
 class Logged:

@@ -538,6 +538,7 @@ class ValidateSettings(TypedDict, total=False):
     accumulator: Literal["fp32", "fp22", "two-level"] | None
     accumulator_windows: int
     max_tokens: int | None
+    stream: bool | None
     needles: Sequence[int] | str | None
     needle_trials: int
     needle_text: str | Path | None

@@ -31,7 +31,7 @@ class RunOptions:
     calibrate: Annotated[CalibrateOptions, without("batches")] = CalibrateOptions()
     export: Annotated[ExportOptions, without("precision", "attention")] = ExportOptions()
     engine: Annotated[EngineOptions, without("precision", "adapter")] = EngineOptions()
-    validate: Annotated[ValidateOptions, without("allow_overlap")] = ValidateOptions()
+    validate: Annotated[ValidateOptions, without("allow_overlap", "stream")] = ValidateOptions()
     triton: Annotated[TritonOptions, Parameter(parse=False)] = TritonOptions()
     planning: PlanOptions = PlanOptions()
     form_named: Annotated[bool, Parameter(parse=False)] = False

@@ -134,6 +134,7 @@ class ValidateOptions(VerdictLimits):
     --precision` writes; `tensorrt` and `tensorrt-rtx` run the engine for this machine's GPU, which `fp8q build-engine`
     builds, with a precision behind the name the one of `--precision`. `accumulator`: see `quantize.reference.adder`.
     `as_served`: see `validate.accuracy.as_served`. `max_tokens` None: `MAX_TOKENS`, but `LEAST_WINDOWS` windows.
+    `stream` None: layer by layer where the models do not fit in memory.
     Needles have a stage of their own, whose key has the prompts.
     """
 
@@ -188,6 +189,16 @@ class ValidateOptions(VerdictLimits):
             f"{MAX_TOKENS:,}, but {LEAST_WINDOWS} windows",
         ),
         between(1),
+    ] = None
+    stream: Annotated[
+        bool | None,
+        option(
+            EVALUATION,
+            "Run the models of torch one decoder layer at a time; of whole windows only.",
+            default="when memory does not hold them",
+            negative="--no-stream",
+        ),
+        Unkeyed("layer by layer or at once, the results are the same but for rounding"),
     ] = None
 
     needles: Annotated[

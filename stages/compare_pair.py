@@ -81,7 +81,7 @@ from ..validate.pair.tokenizer_differences import tokenizer_differences
 from ..validate.report.loss_buckets import by_position
 from ..validate.report.pair_page import pair_page
 from .corpus import prefix_for
-from .measure import beyond
+from .measure import LayersNeed, streams_layers
 from .other_text import cut_for
 from .pipeline.stage import device
 from .shared.texts import read_tokens
@@ -210,13 +210,9 @@ def goes_by_layer(
 
     Raises InputError for a form that is not computed so.
     """
-    stream = options.stream
-    if stream is None:
-        (original, config, _), *_ = checkpoints
-        size = 4 * sum(prod(header.shape) for header in weight_headers(original, config).values())
-        stream = bool(too_much := beyond(size))
-        if stream:
-            progress.note(f"--stream: {models} {size / 1e9:,.3g} GB, {too_much}: comparing layer by layer")
+    (original, config, _), *_ = checkpoints
+    size = 4 * sum(prod(header.shape) for header in weight_headers(original, config).values())
+    stream = streams_layers(options.stream, LayersNeed(size, f"{models} {{}}", "comparing"), progress)
     if stream:
         for path, config, option in checkpoints:
             check_streamed_form(path, config, option)

@@ -7,20 +7,21 @@ The stage `queries` measures the queries of attention, which only attention in F
 when an export or the scales first need it.
 """
 
-from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from ..calibrate.measure.measurement import Measurement, measure_in_memory
-from ..calibrate.measure.moments import SecondMoments, gathering
+from ..calibrate.measure.moments import SecondMoments, gathering, store_alone
 from ..calibrate.measure.queries import query_statistics
 from ..calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_record, save_arrays, save_statistics
 from ..calibrate.measure.stream import measure_streamed
 from ..calibrate.model.memory import SHARE, available_bytes, weight_bytes
 from ..calibrate.model.source import Source, load_model
 from ..calibrate.model.tokenizer import load_tokenizer
+from ..calibrate.ranks.handed_moments import HandedMoments
 from ..calibrate.ranks.world import World
 from ..calibrate.text import corpus
 from ..calibrate.text.evaluation import sha256_of
@@ -28,6 +29,7 @@ from ..calibrate.text.packing import Packing
 from ..core.errors import InputError
 from ..core.files import Strict, disk_errors, sha256_file
 from ..core.output_folder import WorkFolder
+from ..core.reporter import Reporter
 from ..core.run import Run
 from ..core.undo import scratch
 from ..options import CalibrateOptions, MeasureOptions
@@ -42,17 +44,12 @@ from .shared.adapters import fingerprints
 from .shared.sources import source_of
 from .shared.texts import Tokens
 
-#: Roundings of weights that cannot be measured in parts: the reason, and how to measure for them.
-NOT_IN_PARTS = {
-    "gptq": ("its second moments are sums that round differently in parts", "measure"),
-    "sequential": ("runs all batches through one layer after the other, in one process", "use `fp8q calibrate`"),
-}
-
 
 class MeasureTask(Strict):
     """The measurement that rank 0 tells the others to make: their shares of `batches`.
 
-    `key`: the inputs and options that the result depends on.
+    `moments`: second moments are gathered, to which ranks add in turn. `key`: the inputs and options that the result
+    depends on.
     """
 
     model: ModelIdentity
@@ -60,6 +57,7 @@ class MeasureTask(Strict):
     batches: list[int]
     stream: bool
     all_experts: bool
+    moments: bool
     key: dict[str, str]
 
 
@@ -84,11 +82,18 @@ def check_batches(options: CalibrateOptions, windows: int, world: World) -> None
             f"start at most {end - first}, or ask for more --samples or a smaller --batch-size than "
             f"{options.batch_size}",
         )
-    if options.weight_rounding in NOT_IN_PARTS and (world.size > 1 or options.batches):
+    if options.weight_rounding == "sequential" and (world.size > 1 or options.batches):
         how = f"{world.size} ranks" if world.size > 1 else "--batches"
-        fault, measuring = NOT_IN_PARTS[options.weight_rounding]
         raise InputError(
-            f"--weight-rounding {options.weight_rounding}", fault, f"{measuring} without {how}, or leave it out"
+            "--weight-rounding sequential",
+            "runs all batches through one layer after the other, in one process",
+            f"use `fp8q calibrate` without {how}, or leave it out",
+        )
+    if options.needs_moments and world.size > 1 and options.stream is False:
+        raise InputError(
+            "--no-stream",
+            f"{world.size} ranks hand second moments on after each decoder layer",
+            "leave it out, or start one process",
         )
     if options.clip.method == "delayed" and options.clip.interval > batches and not options.batches:
         raise no_scale(options.clip, batches)
@@ -129,28 +134,24 @@ def measure(
         world.gathered({})  # the other ranks have nothing to do
         return
     windows = load_tokens(run, run.calibration, source.text_config.vocab_size)
-    stream = streamed(source, options.stream, notes, world.process.local_ranks)
-    task = task_of(
-        source,
-        windows,
-        texts,
-        options,
-        stream,
-        {**key.inputs}
-        | {"moments": str(moments), "all_experts": str(options.all_experts)}
-        | {f"adapter {adapter.name}": adapter.fingerprint for adapter in source.adapters},
-    )
+    in_turn = moments and world.size > 1
+    stream = in_turn or streamed(source, options.stream, notes, world.process.local_ranks)
+    inputs = {**key.inputs, "moments": str(moments), "all_experts": str(options.all_experts)}
+    inputs |= {f"adapter {adapter.name}": adapter.fingerprint for adapter in source.adapters}
+    task = task_of(source, windows, texts, options, inputs)
+    task = task.model_copy(update={"stream": stream, "moments": moments})
     if world.size > 1:
         notes.note(world.described())
     with MEASURE.writing(run, key, notes) as log:
         log.machine = world.machine()
         work = WorkFolder(run.root, MEASURE.name)
         with (
-            work.opened(work_key(task, world), notes.note) if stream else nullcontext() as folder,
-            gathering(run, moments, folder / "moments" if folder else None) as gathered,
+            work.opened(work_key(task, world), notes.note) as folder,
+            gathering(run, moments, folder / "moments", partial(store_of, world)) as gathered,
         ):
             announce(task, windows, world)
-            statistics = world.added(run_model(source, measured_share(task, windows, world, gathered), notes, folder))
+            share = measured_share(task, windows, world, gathered)
+            statistics = world.added(run_model(source, share, notes, folder, stream))
         log.outputs += [*save_statistics(run, statistics), *sorted(run.moments.glob("*.npy"))]
 
 
@@ -165,11 +166,16 @@ def take_part(run: Run, source: Source, world: World, notes: Notes) -> None:
     task = MeasureTask.model_validate(sent)
     windows = world.sent(None)
     work = WorkFolder(run.root, MEASURE.name, world.rank)
-    with (
-        disk_errors(run.root),
-        work.opened(work_key(task, world)) if task.stream else nullcontext() as folder,
-    ):
-        world.added(run_model(source, measured_share(task, windows, world), notes, folder))
+    with disk_errors(run.root), work.opened(work_key(task, world)) as folder:
+        moments = store_of(world, folder / "moments") if task.moments else None
+        world.added(run_model(source, measured_share(task, windows, world, moments), notes, folder, task.stream))
+
+
+def store_of(world: World, folder: Path) -> SecondMoments:
+    """The store of second moments in `folder`: of one process, or of one of the ranks of `world`, which all make it."""
+    if world.size == 1:
+        return store_alone(folder)
+    return HandedMoments(world, folder)
 
 
 def task_of(
@@ -177,10 +183,11 @@ def task_of(
     windows: Tokens,
     texts: CorpusFacts,
     options: MeasureOptions,
-    stream: bool,
     key: dict[str, str],
 ) -> MeasureTask:
-    """The measurement of `windows` int64 [windows, seq_len], cut from `texts`, by `options`."""
+    """The measurement of `windows` int64 [windows, seq_len], cut from `texts`, by `options`, in memory, without second
+    moments.
+    """
     identity = ModelIdentity(
         name=source.title,
         revision=source.revision,
@@ -201,8 +208,9 @@ def task_of(
         model=identity,
         corpus=corpus,
         batches=list(range(*(options.batches or (0, corpus.batches)))),
-        stream=stream,
+        stream=False,
         all_experts=options.all_experts,
+        moments=False,
         key=key,
     )
 
@@ -217,8 +225,9 @@ def work_key(task: MeasureTask, world: World) -> dict[str, object]:
     """Return all that a rank's share, and each of its last bits, depends on."""
     return {
         **task.key,
+        "stream": task.stream,
         "batch_size": task.corpus.batch_size,
-        "batches": world.share(task.batches),
+        "batches": world.share(task.batches, task.moments),
         "rank": world.rank,
         **arithmetic(),
     }
@@ -228,42 +237,62 @@ def measured_share(
     task: MeasureTask, windows: Tokens, world: World, moments: SecondMoments | None = None
 ) -> Measurement:
     """Return the part that this rank measures."""
-    return Measurement(windows, task.model, task.corpus, world.share(task.batches), moments, task.all_experts)
+    batches = world.share(task.batches, task.moments)
+    return Measurement(windows, task.model, task.corpus, batches, moments, task.all_experts)
 
 
-def run_model(source: Source, what: Measurement, notes: Notes, folder: Path | None) -> Statistics:
+def run_model(source: Source, what: Measurement, notes: Notes, folder: Path, stream: bool) -> Statistics:
     """Run the float model on the windows of `what`, alone and then with each adapter, and add all statistics.
 
-    It runs decoder layer by decoder layer with hidden states in `folder`, or in memory without one. Second moments are
+    It runs decoder layer by decoder layer (`stream`) or in memory, with the progress in `folder`. Second moments are
     those of the base alone, whose weights they are for.
     """
-    statistics = _run_one(source, what, notes, folder)
+    measured = measure_streamed if stream else _measured_in_memory
+    statistics = measured(source, what, notes, folder, device())
     for variant in source.variants[1:]:
         assert variant.on, "what is beside the base is an adapter"
-        inside = folder / f"adapter-{variant.on.name}" if folder else None
-        if inside:
-            inside.mkdir(exist_ok=True)
-        statistics = statistics.with_variant(variant.on, _run_one(variant, replace(what, moments=None), notes, inside))
+        inside = folder / f"adapter-{variant.on.name}"
+        inside.mkdir(exist_ok=True)
+        of_variant = measured(variant, replace(what, moments=None), notes, inside, device())
+        statistics = statistics.with_variant(variant.on, of_variant)
     return statistics
 
 
-def _run_one(source: Source, what: Measurement, notes: Notes, folder: Path | None) -> Statistics:
-    if folder is not None:
-        return measure_streamed(source, what, notes, folder, device())
-    return measure_in_memory(load_model(source, torch.bfloat16, device()), what, notes)
+def _measured_in_memory(source: Source, what: Measurement, notes: Notes, folder: Path, device: str) -> Statistics:
+    return measure_in_memory(load_model(source, torch.bfloat16, device), what, notes, folder)
 
 
 def streamed(source: Source, asked: bool | None, notes: Notes, ranks: int = 1) -> bool:
     """Tell whether to stream: as the option says, or where the weights exceed the available memory, with a note.
     `ranks` on a CPU share the memory.
     """
+    need = LayersNeed(weight_bytes(source), "the weights take {} in BF16", "calibrating")
+    return streams_layers(asked, need, notes, ranks)
+
+
+@dataclass(frozen=True)
+class LayersNeed:
+    """The `bytes` of memory that some work needs with whole models; `sentence`: what takes them, with `{}` for their
+    number; `doing`: the work.
+    """
+
+    bytes: int
+    sentence: str
+    doing: str
+
+
+def streams_layers(asked: bool | None, need: LayersNeed, report: Reporter, ranks: int = 1) -> bool:
+    """Tell whether to go layer by layer: as was `asked` for, or where memory does not hold what is needed, with a note.
+
+    `ranks` on a CPU share the memory.
+    """
     if asked is not None:
         return asked
-    size = weight_bytes(source)
-    if not (too_much := beyond(size, ranks)):
-        return False
-    notes.note(f"--stream: the weights take {size / 1e9:,.3g} GB in BF16, {too_much}: calibrating layer by layer")
-    return True
+    too_much = beyond(need.bytes, ranks)
+    if too_much:
+        needed = need.sentence.format(f"{need.bytes / 1e9:,.3g} GB")
+        report.note(f"--stream: {needed}, {too_much}: {need.doing} layer by layer")
+    return bool(too_much)
 
 
 def beyond(size: int, ranks: int = 1) -> str:
@@ -300,8 +329,8 @@ def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
     new = {"name": text, "fingerprint": sha256_of(windows), "windows": len(windows), "sources": None, "texts": None}
     measured = record.corpus.model_copy(update=new)
     what = Measurement(windows, record.model, measured)
-    with scratch() if streamed(source, None, notes) else nullcontext() as folder:
-        return run_model(source, what, notes, folder)
+    with scratch() as folder:
+        return run_model(source, what, notes, folder, streamed(source, None, notes))
 
 
 def check_queries(source: Source, option: str, notes: Notes) -> None:

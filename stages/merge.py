@@ -4,8 +4,13 @@ Two kinds of runs are merged in the same way. Runs of different texts make a cor
 text (`--batches`) make the whole text, and then the statistics equal those of one measurement byte for byte. The result
 does not depend on the order or grouping of runs: texts are ordered by fingerprint, so for the method `delayed` their
 batches are not in the order of measurement.
+
+Second moments, for GPTQ, are sums in FP32, and those of parts are added in the order of the texts: the same runs give
+the same bytes in any order, and one measurement of all gives others in the last bits.
 """
 
+import hashlib
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from ..calibrate.input.untrusted import local_path
+from ..calibrate.measure.moments import add_moments
 from ..calibrate.measure.statistics import Statistics, load_statistics, save_statistics
 from ..calibrate.model.source import Source
 from ..calibrate.model.tokenizer import load_tokenizer
 from ..calibrate.text.evaluation import sha256_of
 from ..calibrate.text.overlap import measure_overlap
 from ..core.errors import InputError
-from ..core.files import sha256_file
+from ..core.files import replacing, sha256_file
 from ..core.reporter import Reporter
 from ..core.run import Run
 from ..options import CorpusOptions, ExportOptions, MeasureOptions, ScaleOptions
@@ -50,13 +56,24 @@ class Merged:
         """The paths of the runs."""
         return [str(run.root.resolve()) for run in self.runs]
 
-    @property
-    def measured(self) -> dict[str, str]:
-        """SHA-256 of each run's measurement, under names without a dot, since these are no files of the merged run."""
-        return {
-            f"statistics {number}": run.record().stages["measure"].outputs[run.statistics.name]
-            for number, run in enumerate(self.runs)
-        }
+    def measured(self, moments: bool) -> dict[str, str]:
+        """SHA-256 of each run's measurement, under names without a dot, since these are no files of the merged run;
+        with that of its second `moments`.
+        """
+        return {f"statistics {number}": _digest(run, moments) for number, run in enumerate(self.runs)}
+
+
+def _digest(run: Run, moments: bool) -> str:
+    outputs = run.record().stages["measure"].outputs
+    if not moments:
+        return outputs[run.statistics.name]
+    names = [run.statistics.name, *moment_files(run)]
+    return hashlib.sha256("".join(outputs[name] for name in names).encode()).hexdigest()
+
+
+def moment_files(run: Run) -> list[str]:
+    """The names of the files of second moments that `run` measured."""
+    return sorted(name for name in run.record().stages["measure"].outputs if name.startswith(f"{run.moments.name}/"))
 
 
 def merge(
@@ -72,30 +89,50 @@ def merge(
     with notes.held():
         check_rounding(scale_options)
         merged = add(paths, run.root)
+        if scale_options.needs_moments:
+            check_moments(merged.runs)
         source = source_of_all(merged, model, notes)
         check_model(run, before, source)
         gemms = gemms_of(source, scale_options)
         overlap = check_held_out(merged, source, notes)
         note_missing(merged, notes)
     with nothing_left(run):
-        write_merged(run, source, merged, notes, overlap)
+        write_merged(run, source, merged, notes, overlap, scale_options.needs_moments)
         quantize(run, source, gemms, scale_options, notes)
         export_or_note(run, export_options, notes)
     return run
 
 
 def check_rounding(options: ScaleOptions) -> None:
-    """Raise InputError for rounding that needs more than statistics."""
-    if options.weight_rounding != "nearest":
-        why = "its second moments are not added" if options.weight_rounding == "gptq" else "runs the model"
+    """Raise InputError for rounding that needs more than statistics and second moments."""
+    if options.weight_rounding == "sequential":
         raise InputError(
-            f"--weight-rounding {options.weight_rounding}",
-            why,
+            "--weight-rounding sequential",
+            "runs the model",
             "use `fp8q calibrate` on all of the text in one run, or leave it out",
         )
-    asking = "--q-scale" if options.q_scale else "--bf16-weights" if options.bf16_weights else None
-    if asking:
-        raise InputError(asking, "runs the model", "use it with `fp8q calibrate` or `fp8q scales`, or leave it out")
+    asked = {
+        "--q-scale": options.q_scale,
+        "--bf16-weights": options.bf16_weights,
+        "--weigh-first-token": options.weighs_first_token,
+    }
+    for option, value in asked.items():
+        if value:
+            raise InputError(option, "runs the model", "use it with `fp8q calibrate` or `fp8q scales`, or leave it out")
+
+
+def check_moments(runs: Sequence[Run]) -> None:
+    """Raise InputError for a run without second moments, and for one whose files of them are not what was measured."""
+    for run in runs:
+        names = moment_files(run)
+        if not names:
+            raise InputError(
+                run.root,
+                "was measured without second moments, which --weight-rounding gptq needs",
+                "measure it again with --weight-rounding gptq, or merge without it",
+            )
+        for name in names:
+            run.require(run.root / name, "measure")
 
 
 def add(paths: Sequence[Path], out: Path) -> Merged:
@@ -207,8 +244,12 @@ def missing(merged: Merged) -> list[str]:
     return [f"{batch} of {text.name}" for place, (text, batch) in enumerate(corpus.numbered()) if place not in there]
 
 
-def write_merged(run: Run, source: Source, merged: Merged, notes: Notes, overlap: float | None = None) -> None:
-    """Write the stages `corpus` and `measure` of the merged `run`; `overlap`: the result of `check_held_out`."""
+def write_merged(
+    run: Run, source: Source, merged: Merged, notes: Notes, overlap: float | None = None, moments: bool = False
+) -> None:
+    """Write the stages `corpus` and `measure` of the merged `run`; `overlap`: the result of `check_held_out`;
+    `moments`: add second moments too.
+    """
     corpus = merged.statistics.record.corpus
     collected = [(part.options(CORPUS), part.facts(CORPUS)) for part in merged.runs]
     options = CorpusOptions(
@@ -228,10 +269,15 @@ def write_merged(run: Run, source: Source, merged: Merged, notes: Notes, overlap
     inputs = {"tokens": sha256_of(merged.windows), "evaluation": sha256_of(merged.evaluation)}
     save_corpus(run, source, Key(inputs, options, facts), (merged.windows, merged.evaluation), notes)
     measured = Key(
-        {"model": source.fingerprint, "calibration.npz": sha256_file(run.calibration)} | merged.measured,
+        {"model": source.fingerprint, "calibration.npz": sha256_file(run.calibration)} | merged.measured(moments),
         MeasureOptions(batch_size=corpus.batch_size),
-        MeasureFacts(runs=merged.lineage),
+        MeasureFacts(moments=moments, runs=merged.lineage),
     )
     if not MEASURE.is_current(run, measured):
         with MEASURE.writing(run, measured, notes) as log:
-            log.outputs += save_statistics(run, merged.statistics)
+            shutil.rmtree(run.moments, ignore_errors=True)
+            if moments:
+                with replacing(run.moments) as partial:
+                    partial.mkdir()
+                    add_moments([part.moments for part in merged.runs], partial)
+            log.outputs += [*save_statistics(run, merged.statistics), *sorted(run.moments.glob("*.npy"))]

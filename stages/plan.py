@@ -255,8 +255,7 @@ def plan_of(
     return [*stages_of(Planned(source, options, collected, evaluation, outlook, rates))]
 
 
-def tell(run: Run, stages: Sequence[PlannedStage], notes: Notes) -> None:
+def tell(stages: Sequence[PlannedStage], notes: Notes) -> None:
     """Show the plan; the run's record does not have it."""
     for line in lines_of(stages):
         notes.report.note(line)
-    check_free_disk(run, stages)

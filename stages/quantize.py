@@ -354,9 +354,10 @@ def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
         raise InputError(
             "--weight-rounding gptq",
             f"needs the second moments of inputs, which {run.root} has not, "
-            + ("since they are not merged" if merged else "since it was measured without them"),
-            "use `fp8q calibrate` with the options of the run and --weight-rounding gptq"
-            + (" on all of the text" if merged else ""),
+            + ("since it was merged without them" if merged else "since it was measured without them"),
+            "measure its parts, and merge them, with --weight-rounding gptq"
+            if merged
+            else "use `fp8q calibrate` with the options of the run and --weight-rounding gptq",
         )
     if chosen.weighs_first_token and not any(name.endswith(FIRST) for name in measured):
         raise InputError(

@@ -33,7 +33,7 @@ from .measure import streamed
 from .other_text import cut_for
 from .pipeline.stage import Notes, device
 from .pipeline.stages import MEASURE
-from .plan import Outlook, plan_of, tell
+from .plan import Outlook, check_free_disk, plan_of, tell
 from .preflight import OnlyPlannedError
 from .report import report
 from .shared.gates import check_comparable
@@ -131,7 +131,9 @@ class Following:
         tokens, _ = self._evaluation(source, collected)
         stream = streamed(source, self.options.calibrate.stream, Notes(SILENT))
         outlook = Outlook(self.graph, moments, stream)
-        tell(run, plan_of(source, collected, tokens, self.options, outlook), self.notes)
+        stages = plan_of(source, collected, tokens, self.options, outlook)
+        tell(stages, self.notes)
+        check_free_disk(run, stages)
         if alone:
             raise OnlyPlannedError
 

@@ -37,7 +37,7 @@ from ..quantize.sensitivity.layerwise import PASSES, Layerwise, LayerwiseTask
 from ..quantize.sensitivity.single_site import Float, Prefix
 from ..quantize.sensitivity.site_quantizers import Quantizer, sites_of
 from .corpus import load_tokens, spread_windows
-from .measure import beyond
+from .measure import LayersNeed, beyond, streams_layers
 from .pipeline.stage import NO_FACTS, Key, Notes, device
 from .pipeline.stages import SENSITIVITY
 from .shared.adapters import note_base_alone
@@ -153,15 +153,9 @@ def _streamed(source: Source, options: SensitivityOptions, notes: Notes) -> bool
 
     Raises InputError where sites are to be measured in that case.
     """
-    stream = options.stream
-    if stream is None:
-        stream = bool(too_much := in_layers(source))
-        if stream:
-            size = COPIES * weight_bytes(source)
-            notes.note(
-                f"--stream: the model in FP32 and its codes take {size / 1e9:,.3g} GB, {too_much}: predicting layer by "
-                "layer"
-            )
+    size = COPIES * weight_bytes(source)
+    need = LayersNeed(size, "the model in FP32 and its codes take {}", "predicting")
+    stream = streams_layers(options.stream, need, notes)
     if stream and options.measure:
         raise InputError(
             f"--measure {options.measure}",

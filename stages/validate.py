@@ -87,9 +87,15 @@ def _run_all(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
     inputs |= {name: digest for engine in engines for name, digest in engine.file.items()}
     check_comparable(options.chosen, options)
     check_accumulator(options)
-    from .validate_runtimes import evaluate_adapters, evaluate_runtimes, explain_loss  # loads torch: refuse before
+    from .validate_runtimes import (  # loads torch: refuse before
+        check_stream,
+        evaluate_adapters,
+        evaluate_runtimes,
+        explain_loss,
+    )
 
     options = as_a_server_reads(run, options, notes)
+    check_stream(options)
     tokens = evaluation(run, data, options, notes)
     check_enough(tokens, options, notes)
     for engine in engines:

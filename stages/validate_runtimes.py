@@ -1,26 +1,51 @@
 """Run evaluation windows through the runtimes that `fp8q validate` names, some of which need torch."""
 
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 
+import numpy as np
+
+from ..calibrate.measure.chain import LayerChain
+from ..calibrate.model.decoder import NoChainError
+from ..calibrate.model.memory import weight_bytes
 from ..calibrate.model.source import Source
 from ..calibrate.text.evaluation import Evaluation
 from ..core.columns import duration
-from ..core.errors import BackendError
+from ..core.errors import BackendError, InputError
 from ..core.run import Run
-from ..options import ValidateOptions
+from ..options import WITHOUT_GRAPH, ValidateOptions
 from ..quantize.checkpoint.narrowing import rounded_remark
 from ..quantize.reading.run_checkpoint import vocabulary_size
 from ..validate.accuracy.adder_cost import compare_sums, cost, sample
 from ..validate.accuracy.as_served import by_distance
 from ..validate.accuracy.bootstrap import increase_halves
-from ..validate.accuracy.compare import BASELINE, FLOAT32, Outcome, Workplace, compare_in_turn, windows_at_once
+from ..validate.accuracy.compare import (
+    BASELINE,
+    FLOAT32,
+    Opener,
+    Outcome,
+    Workplace,
+    compare_in_turn,
+    windows_at_once,
+)
 from ..validate.accuracy.document import Accuracy
 from ..validate.accuracy.nonfinite import blamed
-from ..validate.accuracy.runtimes import AdapterOutcome, Loading, compare_adapted, openers
+from ..validate.accuracy.runtimes import (
+    AdapterOutcome,
+    Loading,
+    Opening,
+    compare_adapted,
+    held_type,
+    layer_chain,
+    openers,
+)
+from ..validate.pair.streamed import PairStream, StreamedWindows, check_disk
 from ..validate.report.loss_buckets import by_frequency, by_position
 from .corpus import load_tokens
 from .cpu_time import STEP_TOKENS, token_seconds
+from .measure import LayersNeed, streams_layers
 from .other_text import positions
 from .pipeline.stage import Notes, device
 from .shared.adapters import adapters_of
@@ -42,9 +67,10 @@ def evaluate_runtimes(run: Run, tokens: Evaluation, options: ValidateOptions, fo
     taken = sample(tokens, options.accumulator_windows)
     if options.accumulator:
         notes.note(cost(run, taken, options.accumulator, device()))
-    asked = Loading(run, partial(_source_with_note, run, notes), device(), prompt=options.as_served)
-    made = openers(options.chosen, asked)
-    outcome = compare_in_turn(tokens, made, vocabulary_size(run), folder / "windows", notes)
+    source = cache(partial(_source_with_note, run, notes))
+    asked = Loading(run, source, device(), prompt=options.as_served)
+    with opening(tokens, options, notes)(options.chosen, asked, folder) as made:
+        outcome = compare_in_turn(tokens, made, vocabulary_size(run), folder / "windows", notes)
     if options.accumulator:
         baseline = made.get(BASELINE) if BASELINE not in outcome.failed else None
         sums = compare_sums(run, taken, baseline, options.accumulator, Workplace(device(), folder / "sums", notes))
@@ -52,6 +78,78 @@ def evaluate_runtimes(run: Run, tokens: Evaluation, options: ValidateOptions, fo
     if not outcome.nll:
         raise BackendError("", "; ".join(outcome.failed.values()))
     return outcome
+
+
+def check_stream(options: ValidateOptions) -> None:
+    """Raise InputError for --stream of windows that are decoded, or with an accumulator."""
+    if options.stream and (options.as_served is not None or options.accumulator):
+        other = "--accumulator" if options.accumulator else f"--as-served {options.as_served}"
+        raise InputError(
+            "--stream", f"runs whole windows through a layer, and {other} the whole model", "leave one out"
+        )
+
+
+def opening(tokens: Evaluation, options: ValidateOptions, notes: Notes) -> Opening:
+    """Return what opens the runtimes that `tokens` go through: whole models, or, where memory does not hold them or
+    `options` say so, their decoder layers one after the other.
+
+    A model that is no chain of layers is run as a whole, with a note, unless layers were asked for.
+    """
+
+    @contextmanager
+    def opened(names: tuple[str, ...], asked: Loading, folder: Path) -> Iterator[Mapping[str, Opener]]:
+        made = openers(names, asked)
+        in_torch = [name for name in made if name in WITHOUT_GRAPH]
+        if not in_torch or not _by_layer(in_torch, asked, options, notes):
+            yield made
+            return
+        try:
+            chains = {name: layer_chain(name, asked) for name in in_torch}
+        except NoChainError as error:
+            if options.stream:
+                raise InputError(
+                    error.subject,
+                    f"{error.reason}, so it cannot be validated layer by layer",
+                    "give --no-stream, and memory for whole models",
+                ) from error
+            notes.note(f"{error.reason}, so it cannot go layer by layer: validating with whole models")
+            yield made
+            return
+        with _layered(chains, tokens, asked, folder, notes) as streamed:
+            yield {**made, **streamed}
+
+    return opened
+
+
+@contextmanager
+def _layered(
+    chains: Mapping[str, LayerChain], tokens: Evaluation, asked: Loading, folder: Path, notes: Notes
+) -> Iterator[Mapping[str, Opener]]:
+    """Run `tokens` through the layers of all `chains`, with hidden states in `folder`; give what opens the modules
+    behind them.
+    """
+    at_once = windows_at_once(tokens.ids.shape[1], None, vocabulary_size(asked.run))
+    windows = StreamedWindows.cut(tokens.ids, at_once, np.empty(0, np.int64))
+    (states := folder / "layers").mkdir(exist_ok=True)
+    outputs = {name: chain.layer_output for name, chain in chains.items()}
+    check_disk(states, outputs, windows, folder, "give a smaller --max-tokens")
+    stream = PairStream(chains, windows, states)
+    stream.run(notes, "Evaluating")
+    with stream.openers() as streamed:
+        yield streamed
+
+
+def _by_layer(names: Sequence[str], asked: Loading, options: ValidateOptions, notes: Notes) -> bool:
+    """Tell whether the runtimes `names` of torch go layer by layer: as `options` say, or where memory does not hold the
+    largest of them. Windows that are decoded, and accumulators, need whole models.
+    """
+    if options.as_served is not None or options.accumulator:
+        return False
+    source = asked.source()
+    sizes = {name: held_type(name, source).itemsize for name in names}
+    largest = max(sizes, key=lambda name: sizes[name])
+    need = LayersNeed(weight_bytes(source) // 2 * sizes[largest], f"{largest} takes {{}}", "validating")
+    return streams_layers(options.stream, need, notes)
 
 
 def _decoding_time(run: Run, tokens: Evaluation, options: ValidateOptions) -> str:
@@ -82,7 +180,8 @@ def evaluate_adapters(
         return AdapterOutcome()
     note_without_engines(run, options, notes)
     chosen = {name: tuple(runtime for runtime in options.chosen if takes_adapter(run, runtime, name)) for name in names}
-    return compare_adapted(run, tokens, chosen, lambda: source_of(run), Workplace(device(), folder, notes))
+    workplace = Workplace(device(), folder, notes)
+    return compare_adapted(run, tokens, chosen, lambda: source_of(run), workplace, opening(tokens, options, notes))
 
 
 def explain_loss(run: Run, tokens: Evaluation, outcome: Outcome) -> Accuracy:

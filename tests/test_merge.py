@@ -14,8 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from fp8q import api
+from fp8q.calibrate.measure.moments import load_moments
 from fp8q.calibrate.measure.statistics import load_statistics
 from fp8q.calibrate.model.source import open_source
 from fp8q.core.errors import InputError
@@ -47,10 +51,12 @@ def part(demo_checkpoint: Path, demo_texts: Any, tmp_path_factory: pytest.TempPa
             encoding="utf-8",
         )
 
-    def measure(first: int, end: int, text: str = "one", batch_size: int = 2) -> Run:
-        key = (first, end, text, batch_size)
+    def measure(first: int, end: int, text: str = "one", batch_size: int = 2, rounding: Any = "nearest") -> Run:
+        key = (first, end, text, batch_size, rounding)
         if key not in made:
-            options = CalibrateOptions(samples=9, seq_len=64, batch_size=batch_size, batches=(first, end))
+            options = CalibrateOptions(
+                samples=9, seq_len=64, batch_size=batch_size, batches=(first, end), weight_rounding=rounding
+            )
             out = folder / "-".join(map(str, key))
             made[key] = api.calibrate(str(demo_checkpoint), str(texts[text]), out, str(texts["held-out"]), options)
         return made[key]
@@ -113,6 +119,61 @@ def test_parts_in_two_terms_have_the_scales_and_codes_of_the_text_measured_at_on
         "q_proj", "k_proj", "v_proj", "down_proj",
     }  # fmt: skip
     assert {name.rpartition(".")[2]: scale.get("tail") for name, scale in told.items()}["down_proj"] == 16
+
+
+def inputs_of(checkpoint: Path, ids: Any, module: str) -> torch.Tensor:
+    """The inputs of `module` for windows `ids`, as transformers' own model computes them, float64 [tokens, width]."""
+    model, taken = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16), list[torch.Tensor]()
+    model.get_submodule(module).register_forward_pre_hook(lambda _, arguments: taken.append(arguments[0]))
+    with torch.inference_mode():
+        model(input_ids=torch.from_numpy(ids))
+    return taken[0].flatten(0, -2).double()
+
+
+@pytest.mark.slow
+def test_second_moments_of_parts_are_added_and_gptq_rounds_by_them(
+    part: Measure, demo_checkpoint: Path, without_graphs: Any, tmp_path: Path
+) -> None:
+    """The sums of both parts are those of all inputs; GPTQ's codes are those of such sums, whichever run is first."""
+    parts = [part(0, 2, rounding="gptq"), part(2, 5, rounding="gptq")]
+    options = ScaleOptions(weight_rounding="gptq")
+    with without_graphs():
+        one, other = (
+            api.merge([run.root for run in runs], tmp_path / name, options=options)
+            for name, runs in (("one", parts), ("other", parts[::-1]))
+        )
+    module = "model.layers.1.mlp.down_proj"
+    x = inputs_of(demo_checkpoint, load_tokens(one, one.calibration), module)
+    moments = load_moments(one.moments, module)
+    assert (moments.double() - x.T @ x).norm() < 5e-3 * (x.T @ x).norm()  # of sums in BF16, on other processors
+    weights, again = (load_file(next(run.model.glob("*.safetensors"))) for run in (one, other))
+    assert all(torch.equal(weights[name].view(torch.uint8), again[name].view(torch.uint8)) for name in weights)
+    assert {weight.rounding for weight in load_scales(one).weights.values()} == {"gptq"}
+    assert run_again(one, parts, options)
+
+
+def run_again(run: Run, parts: list[Run], options: ScaleOptions) -> bool:
+    """Merge once more; tell whether that left all files as they are."""
+    before = {path: path.stat().st_mtime_ns for path in run.root.rglob("*") if path.is_file() and path.name != ".lock"}
+    api.merge([part.root for part in parts], run.root, options=options, export_options=api.ExportOptions(graph=False))
+    return all(path.stat().st_mtime_ns == at for path, at in before.items() if path.name != "run.json")
+
+
+def test_gptq_of_parts_without_second_moments_is_refused(part: Measure, tmp_path: Path) -> None:
+    parts = [part(0, 2, rounding="gptq").root, part(2, 5).root]
+    with pytest.raises(InputError) as refused:
+        api.merge(parts, tmp_path / "out", options=ScaleOptions(weight_rounding="gptq"))
+    assert str(refused.value) == (
+        f"{parts[1]}: was measured without second moments, which --weight-rounding gptq needs; measure it again with "
+        "--weight-rounding gptq, or merge without it"
+    )
+    assert not (tmp_path / "out").exists()
+    weighed = ScaleOptions(weight_rounding="gptq", weigh_first_token=True)
+    with pytest.raises(InputError) as refused:
+        api.merge(parts, tmp_path / "out", options=weighed)
+    assert str(refused.value) == (
+        "--weigh-first-token: runs the model; use it with `fp8q calibrate` or `fp8q scales`, or leave it out"
+    )
 
 
 @pytest.mark.slow

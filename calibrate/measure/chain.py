@@ -65,6 +65,10 @@ class LayerChain(ABC):
     def open_layer(self, index: int) -> AbstractContextManager[PreTrainedModel]:
         """Give one layer its weights in this block; yield the model."""
 
+    def caching(self, batch: int) -> AbstractContextManager[DynamicCache | None]:
+        """Give the cache that the model runs a batch with where nothing is observed: by default it runs without one."""
+        return nullcontext()
+
     def enter(
         self, batches: Batches, keep: Callable[[int, torch.Tensor], None] | None, observing: Observing | None = None
     ) -> dict[tuple[int, ...], list[LayerCall]]:

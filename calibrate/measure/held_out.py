@@ -22,6 +22,8 @@ from ..model.expert_modules import FUSED
 EVERY = 8
 #: Tokens of an expert that are stored.
 TOKENS = 128
+#: What the names of files with held-out tokens end in.
+HELD_OUT = ".held_out.npy"
 
 
 def is_held_out(batch: int, batches: int) -> bool:
@@ -59,12 +61,19 @@ class HeldOutTokens:
         return torch.cat(chosen) if chosen else None
 
     def save(self, folder: Path) -> None:
-        """Write the tokens of each name to its file in `folder`, and forget them."""
+        """Write the tokens of each name to its file in `folder`."""
         for name in self.names():
             tokens = self.tokens(name)
             assert tokens is not None, "it has tokens"
             save_inputs(tokens_file(folder, name), tokens)
-        self._chosen.clear()
+
+    def load(self, folder: Path) -> None:
+        """Go on with the tokens that `save` wrote to `folder`."""
+        for file in sorted(folder.glob(f"*{HELD_OUT}")):
+            name = file.name.removesuffix(HELD_OUT)
+            tokens = load_held_out(folder, name)
+            assert tokens is not None, "its file is there"
+            self._chosen[name] = [tokens]
 
 
 def input_name(gemm: str) -> str:
@@ -86,7 +95,7 @@ def expert_number(gemm: str) -> int:
 
 def tokens_file(folder: Path, name: str) -> Path:
     """The file of the held-out tokens of the input `name`: their BF16 bits, int16 [tokens, width]."""
-    return folder / f"{name}.held_out.npy"
+    return folder / f"{name}{HELD_OUT}"
 
 
 def load_held_out(folder: Path, name: str) -> torch.Tensor | None:

@@ -1,20 +1,43 @@
-"""Describe one measurement, in memory or streamed (`stream`), and measure a model that fits in memory."""
+"""Describe one measurement, in memory or streamed (`stream`), and measure a model that fits in memory.
 
+Its progress is saved now and then, so that a killed call goes on after the last batch saved. Statistics of batches are
+added exactly, so those of the batches before and after are those of all, byte for byte. Second moments are summed in
+files that change with each batch: what is saved are copies, of which one is complete at any time. A call that goes on
+adds the same batches in the same order, so these are equal too.
+"""
+
+import shutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
+from ...core.files import reading, replacing
 from ...core.reporter import Reporter
 from ..model.expert_modules import routed_gemms
 from ..model.gemms import observed_gemms, output_channel_axis
 from .moments import SecondMoments
 from .observe import Watch, probe_groups
-from .statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics
+from .statistics import (
+    Corpus,
+    ModelIdentity,
+    Statistics,
+    StatisticsRecord,
+    TensorStatistics,
+    added_tensors,
+    load_arrays,
+    save_arrays,
+)
+
+#: Seconds between two times that the progress is saved, at least, and the share of the time that saving may take.
+EVERY_S = 60.0
+SHARE = 0.02
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,17 +88,70 @@ class Measurement:
         return Statistics(record, tensors, dict(weights))
 
 
-def measure_in_memory(model: PreTrainedModel, what: Measurement, report: Reporter) -> Statistics:
-    """Run `model` on the windows of `what` and observe each tensor that can be quantized, without the output head."""
+class SavedBatches:
+    """The statistics and second moments of the first batches of a measurement, in a folder."""
+
+    def __init__(self, folder: Path, moments: SecondMoments | None):
+        """Save inside `folder`, which exists, with the sums of `moments`."""
+        self.folder = folder / "batches"
+        self.moments = moments
+        self._next = time.monotonic() + EVERY_S
+
+    def load(self, batches: int) -> tuple[int, dict[str, TensorStatistics]]:
+        """Return how many of so many `batches` an earlier call measured, and their statistics; go on with its second
+        moments.
+        """
+        if self.moments is not None:
+            shutil.rmtree(self.moments.folder)
+            self.moments.folder.mkdir()
+            self.moments.go_on(self.folder / "moments", batches)
+        if not self.folder.is_dir():
+            return 0, {}
+        with reading(self.folder, "what a killed call left", "remove it"):
+            count = int((self.folder / "count").read_text(encoding="utf-8"))
+        return count, load_arrays(self.folder / "statistics.safetensors")[0]
+
+    def is_due(self) -> bool:
+        """Tell whether it is time to save: on a disk without the room it never is."""
+        sums = self.moments.bytes if self.moments is not None else 0
+        return time.monotonic() >= self._next and 2 * sums <= shutil.disk_usage(self.folder.parent).free
+
+    def save(self, count: int, tensors: Mapping[str, TensorStatistics]) -> None:
+        """Save the statistics `tensors` of the first `count` batches, and the second moments as they are."""
+        begin = time.monotonic()
+        with replacing(self.folder) as partial:
+            partial.mkdir()
+            save_arrays(partial / "statistics.safetensors", tensors, {})
+            if self.moments is not None:
+                self.moments.copy(partial / "moments")
+            (partial / "count").write_text(str(count), encoding="utf-8")
+        end = time.monotonic()
+        self._next = end + max(EVERY_S, (end - begin) / SHARE)
+
+
+def measure_in_memory(
+    model: PreTrainedModel, what: Measurement, report: Reporter, folder: Path | None = None
+) -> Statistics:
+    """Run `model` on the windows of `what` and observe each tensor that can be quantized, without the output head.
+
+    `folder`, which exists, keeps the progress: a call with the same arguments goes on from what a killed one saved.
+    """
     modules = observed_gemms(model)
     groups = probe_groups(model, modules)
     watch = Watch(model, modules, groups, what.corpus.batches, what.moments, what.all_experts)
-    with report.track("Calibrating", what.tokens, "tokens") as advance:
-        for batch, ids in what.parts.items():
+    saved = None if folder is None else SavedBatches(folder, what.moments)
+    done, before = saved.load(what.corpus.batches) if saved else (0, {})
+    if done:
+        report.note(f"going on behind batch {done} of {len(what.parts)}, where an earlier call stopped")
+    remaining = [*what.parts.items()][done:]
+    with report.track("Calibrating", sum(ids.size for _, ids in remaining), "tokens") as advance:
+        for number, (batch, ids) in enumerate(remaining, done + 1):
             watch.forward(torch.from_numpy(ids), batch)
             advance(ids.size)
+            if saved and number < len(what.parts) and saved.is_due():
+                saved.save(number, added_tensors(before, watch.statistics()))
     weights = {name: weight_amax(module) for name, module in modules.items()}
-    return what.statistics(groups, watch.statistics(), weights, routed_gemms(model))
+    return what.statistics(groups, added_tensors(before, watch.statistics()), weights, routed_gemms(model))
 
 
 def weight_amax(module: torch.nn.Module) -> npt.NDArray[np.float32]:

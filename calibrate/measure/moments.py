@@ -18,7 +18,7 @@ BF16 are multiplied there by the units for BF16, whose products are exact and ar
 
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,31 +28,41 @@ import torch
 from ...core.files import reading, replacing
 from ...core.run import Run
 from ..model.memory import has_room
-from .held_out import HeldOutTokens, load_inputs, save_inputs
+from .held_out import HELD_OUT, HeldOutTokens, load_inputs, save_inputs
 
 #: What the names of files with the first tokens of windows end in.
 FIRST = ".first.npy"
+#: Rows of second moments that are added at a time.
+ADDED_ROWS = 512
 #: The dimensions of inputs whose first tokens are known: [windows, tokens, width].
 WINDOWS_OF_TOKENS = 3
 
 
 @contextmanager
-def gathering(run: Run, wanted: bool, folder: Path | None = None) -> "Iterator[SecondMoments | None]":
+def gathering(
+    run: Run, wanted: bool, folder: Path | None = None, store: "Callable[[Path], SecondMoments] | None" = None
+) -> "Iterator[SecondMoments | None]":
     """Open the store of second moments for a stage of `run`, first tokens apart; yields None unless they are `wanted`.
 
     `folder`: add the sums up there, so that a killed stage can go on; the folder stays, and `run.moments` gets hard
     links to its files. Older moments are removed first, and `run.moments` appears when the block ends without an error.
+    `store` makes the store in a folder, where that is no `SecondMoments` of one process.
     """
     shutil.rmtree(run.moments, ignore_errors=True)
     if not wanted:
         yield None
         return
     with replacing(run.moments) as partial:
-        moments = SecondMoments(folder or partial, first_apart=True)
+        moments = (store or store_alone)(folder or partial)
         yield moments
         moments.close()
         if folder is not None:
             shutil.copytree(folder, partial, copy_function=os.link)
+
+
+def store_alone(folder: Path) -> "SecondMoments":
+    """The store of one process in `folder`, first tokens apart."""
+    return SecondMoments(folder, first_apart=True)
 
 
 class SecondMoments:
@@ -63,7 +73,7 @@ class SecondMoments:
         the first token of each window beside the sums.
         """
         self.folder = folder
-        self._going_on = going_on
+        self._going_on = frozenset(going_on)
         self._first_apart = first_apart
         folder.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, np.memmap[tuple[int, int], np.dtype[np.float32]]] = {}
@@ -111,6 +121,41 @@ class SecondMoments:
         """Tell whether any sums are added up in files, which then change with each batch."""
         return len(self._on_gpu) < len(self._files)
 
+    @property
+    def bytes(self) -> int:
+        """The bytes of the sums."""
+        return sum(file.nbytes for file in self._files.values())
+
+    def copy(self, folder: Path) -> None:
+        """Write sums and tokens to the new `folder`, and go on adding to them."""
+        self.save()
+        folder.mkdir()
+        for name in self._files.keys() | self._going_on:
+            shutil.copyfile(moments_file(self.folder, name), moments_file(folder, name))
+        self._save_tokens(folder)
+
+    def resume(self, step: int, batches: int) -> None:
+        """Prepare to gather from `step` of a model that goes layer by layer on, for a text of so many `batches`."""
+
+    def begin(self, step: int) -> None:
+        """Prepare for the moments of `step`, which `close` ends."""
+
+    def go_on(self, folder: Path, batches: int) -> None:
+        """Go on with the sums and tokens that are in `folder`, of a text of so many `batches`; with nothing where it is
+        not there.
+        """
+        sums = [file for file in sorted(folder.glob("*.npy")) if not file.name.endswith((FIRST, HELD_OUT))]
+        for file in sums:
+            shutil.copyfile(file, self.folder / file.name)
+        self._going_on = frozenset(file.stem for file in sums)
+        for file in sorted(folder.glob(f"*{FIRST}")):
+            name = file.name.removesuffix(FIRST)
+            tokens = load_inputs(file, "first tokens of windows")
+            assert tokens is not None, "its file is there"
+            self._first[name] = [tokens]
+        self._held_out = HeldOutTokens(batches)
+        self._held_out.load(folder)
+
     def save(self) -> None:
         """Write the sums to disk, and go on adding to them."""
         for name, file in self._files.items():
@@ -121,15 +166,19 @@ class SecondMoments:
     def close(self) -> list[str]:
         """Write the sums and tokens to disk and close the files; return the names of the sums."""
         self.save()
-        for name, tokens in self._first.items():
-            save_inputs(first_file(self.folder, name), torch.cat(tokens))
-        if self._held_out is not None:
-            self._held_out.save(self.folder)
+        self._save_tokens(self.folder)
         names = list(self._files)
         self._files.clear()
         self._on_gpu.clear()
         self._first.clear()
+        self._held_out = None
         return names
+
+    def _save_tokens(self, folder: Path) -> None:
+        for name, tokens in self._first.items():
+            save_inputs(first_file(folder, name), torch.cat([part.to(tokens[-1].device) for part in tokens]))
+        if self._held_out is not None:
+            self._held_out.save(folder)
 
 
 def has_exact_units(x: torch.Tensor) -> bool:
@@ -194,6 +243,26 @@ def load_moments(folder: Path, name: str, first: float = 1.0, shrinkage: float =
             shrink(moments, shrinkage)
         moments.addmm_(tokens.float().T, tokens.float(), alpha=first)
     return moments
+
+
+def add_moments(folders: Sequence[Path], out: Path) -> None:
+    """Write to the folder `out`, which exists, the sums of the second moments in `folders`, and their tokens one after
+    the other, in this order.
+
+    Sums are added in FP64 and rounded once, so that they do not depend on the order but for their last bits.
+    """
+    for name in sorted({path.name for folder in folders for path in folder.glob("*.npy")}):
+        paths = [folder / name for folder in folders if (folder / name).is_file()]
+        with reading(paths[0].parent, "second moments"):
+            parts = [np.load(path, mmap_mode="r", allow_pickle=False) for path in paths]
+        if name.endswith((FIRST, HELD_OUT)):
+            np.save(out / name, np.concatenate(parts))
+            continue
+        total = new_matrix(out / name, len(parts[0]))
+        for start in range(0, len(total), ADDED_ROWS):
+            rows = slice(start, start + ADDED_ROWS)
+            total[rows] = np.sum([part[rows] for part in parts], axis=0, dtype=np.float64)
+        total.flush()
 
 
 def shrink(moments: torch.Tensor, shrinkage: float) -> torch.Tensor:

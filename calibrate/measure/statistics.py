@@ -280,6 +280,14 @@ class Statistics:
         return set()
 
 
+def added_tensors(
+    some: Mapping[str, TensorStatistics], others: Mapping[str, TensorStatistics]
+) -> dict[str, TensorStatistics]:
+    """Add the statistics of `some` tensors and `others`, of other batches; a tensor may be in one of them alone."""
+    both = {name: tensor.merge(others[name]) for name, tensor in some.items() if name in others}
+    return {**some, **others, **both}
+
+
 def replace_record(record: StatisticsRecord, **changes: object) -> StatisticsRecord:
     """Return a validated copy of `record` with `changes`."""
     return StatisticsRecord.model_validate({**record.model_dump(by_alias=True), **changes})

@@ -35,7 +35,7 @@ from .chain import Chain, LayerChain, Observing
 from .hidden_states import Batches, HiddenStates
 from .measurement import Measurement, weight_amax
 from .observe import Watch
-from .statistics import Statistics, TensorStatistics, load_arrays, save_arrays
+from .statistics import Statistics, TensorStatistics, added_tensors, load_arrays, save_arrays
 
 
 def measure_streamed(
@@ -60,7 +60,7 @@ def _added(steps: Iterable[Path]) -> tuple[dict[str, TensorStatistics], dict[str
     weights: dict[str, npt.NDArray[np.float32]] = {}
     for step in steps:
         loaded, amax = load_arrays(step)
-        tensors |= {name: tensors[name].merge(tensor) if name in tensors else tensor for name, tensor in loaded.items()}
+        tensors = added_tensors(tensors, loaded)
         weights |= amax
     return tensors, weights
 
@@ -133,6 +133,8 @@ class Stream(Chain):
     def run(self, report: Reporter) -> None:
         """Run all steps that are not finished."""
         steps = layers_to_run(self._file, self.layers.count, report)
+        if self.what.moments is not None:
+            self.what.moments.resume(steps.start, self.what.corpus.batches)
         self._before(0 not in steps)
         remaining = [step for step in steps if step]
         with report.track(
@@ -149,12 +151,14 @@ class Stream(Chain):
     def _watched(self, layer: int | None) -> dict[str, list[str]]:
         return {first: members for first, members in self.groups.items() if self.layers.index(first) == layer}
 
-    def _watch(self, layer: int | None, again: bool = False) -> Watch:
-        """Make the observers of one layer, or (None) of the modules outside all layers.
+    def _watch(self, layer: int | None, step: int, again: bool = False) -> Watch:
+        """Make the observers of one layer, or (None) of the modules outside all layers, for `step`.
 
         `again`: their moments are complete already.
         """
         moments = None if again else self.what.moments
+        if moments is not None:
+            moments.begin(step)
         watched = self._watched(layer)
         batches = self.what.corpus.batches
         return Watch(self.model, self.gemms, watched, batches, moments, self.what.all_experts)
@@ -169,7 +173,7 @@ class Stream(Chain):
         """Step 0: write the hidden states that enter the first layer, unless they are complete (`done`), and find the
         arguments of all layers. Raises InputError when these depend on the text.
         """
-        watch = self._watch(None, again=done)
+        watch = self._watch(None, 0, again=done)
         self.hidden.enter(done, watch.observing)
         if not done:
             outside = [name for name in self.gemms if self.layers.index(name) is None]
@@ -179,7 +183,7 @@ class Stream(Chain):
     def _layer(self, step: int, advance: Callable[[int], None]) -> None:
         """Step n: run all batches through decoder layer n - 1."""
         index = step - 1
-        watch = self._watch(index)
+        watch = self._watch(index, step)
 
         @contextmanager
         def observing(batch: int) -> Iterator[DynamicCache]:
@@ -197,7 +201,7 @@ class Stream(Chain):
 
     def _after(self) -> None:
         """The last step, for models with GEMMs after their layers."""
-        watch = self._watch(None)
+        watch = self._watch(None, self.layers.count + 1)
         with self.weights.filled(self.outside, resident=False):
             for batch in self.what.parts:
                 run_after(

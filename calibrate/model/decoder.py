@@ -28,7 +28,7 @@ Forward = Callable[..., Any]
 
 
 class Described(Protocol):
-    """A checkpoint as messages and `find_layers` need it; a `Source` is one."""
+    """A checkpoint as messages and `find_layers` need it: a `Source`, or a `Description`."""
 
     @property
     def name(self) -> str:
@@ -41,6 +41,15 @@ class Described(Protocol):
     @property
     def text_config(self) -> PreTrainedConfig:
         """The configuration of the language model."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """A checkpoint as messages name it."""
+
+    name: str
+    architecture: str
+    text_config: PreTrainedConfig
 
 
 @dataclass(frozen=True)

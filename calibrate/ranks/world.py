@@ -75,9 +75,24 @@ class World:
             f"thread{'s' if threads > 1 else ''} each (OMP_NUM_THREADS)"
         )
 
-    def share(self, batches: Sequence[int]) -> list[int]:
-        """The batches that this rank measures: every `size`-th."""
-        return list(batches[self.rank :: self.size])
+    def share(self, batches: Sequence[int], in_turn: bool = False) -> list[int]:
+        """The batches that this rank measures: every `size`-th; or, where ranks add to the same sums `in_turn`,
+        neighbours, of which the last rank has the first and rank 0 the last.
+        """
+        if not in_turn:
+            return list(batches[self.rank :: self.size])
+        turn = self.size - 1 - self.rank
+        first, end = (len(batches) * place // self.size for place in (turn, turn + 1))
+        return list(batches[first:end])
+
+    def paired(self) -> list[Any]:
+        """Make a process group of each rank and the next, in the order of ranks; a collective."""
+        pairs = [[rank, rank + 1] for rank in range(self.size - 1)]
+        return [self._dist.new_group(pair, timeout=COLLECTIVE, backend="gloo") for pair in pairs]
+
+    def broadcast(self, values: torch.Tensor, source: int, group: Any) -> None:
+        """Send `values`, on the CPU, from the rank `source` to the others of `group`, into theirs."""
+        self._settle(self._dist.broadcast(values, source, group=group, async_op=True))
 
     def gathered(self, document: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Collect the `document` of every rank, in the order of ranks; a collective."""

@@ -76,15 +76,15 @@ def save_scales(path: Path, scales: AttentionScales) -> None:
     save_file(stored, path, metadata={"format": "pt", "terms": str(scales.terms)})
 
 
-def attend_in_codes(model: PreTrainedModel, path: Path) -> None:
+def attend_in_codes(model: PreTrainedModel, path: Path, device: str | torch.device = "cpu") -> None:
     """Let `model` (changed in place) compute attention on codes, with the scales that `save_scales` wrote to `path`.
 
-    The scales are copied to the model's device once: a copy in each call would be four waits for a GPU.
+    The scales are copied to its `device` once: a copy in each call would be four waits for a GPU.
     """
     scales: dict[str, dict[str, torch.Tensor]] = {}
     for name, scale in load_file(path).items():
         module, _, part = name.removesuffix("_scale").rpartition(".")
-        scales.setdefault(module.removesuffix(".attention"), {})[part] = scale[0].to(model.device)
+        scales.setdefault(module.removesuffix(".attention"), {})[part] = scale[0].to(device)
     with safe_open(path, "pt") as file:
         two = (file.metadata() or {}).get("terms") == "2"
     for module, parts in scales.items():

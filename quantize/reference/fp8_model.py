@@ -9,7 +9,7 @@ and values of a layer have one scale each, [1], or one for each head, [heads, 1,
 quantized: FP8 values alone cost next to nothing, FP8 keys may cost more (docs/kv-cache.md).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +42,13 @@ from .linear import BlockLinear, CallPositions, FP8Linear, Mode, Tail, replace_l
 
 #: What a run's checkpoint is to whoever reads it.
 RUN_CHECKPOINT = "the checkpoint that `fp8q calibrate` writes"
+#: Tells by its name whether a module is in a part of a model.
+Part = Callable[[str], bool]
+
+
+def every_module(name: str) -> bool:
+    """Take the whole model."""
+    return True
 
 
 def round_to_codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -279,40 +286,46 @@ def open_codes(directory: Path, mode: Mode, dtype: torch.dtype, device: str = "c
 
 
 def load_reference(
-    directory: Path, mode: Mode, dtype: torch.dtype, device: str = "cpu", adapter: str | Path | None = None
-) -> Reference:
+    directory: Path, mode: Mode, dtype: torch.dtype, device: str = "cpu", adapter: str | Path | None = None,
+    part: Part = every_module,
+) -> Reference:  # fmt: skip
     """Load the checkpoint in `directory` as a torch module, with an `adapter` on: that of a name, or in a directory of
     its own.
 
-    FP8 GEMMs compute in `mode` (see `linear`), all else in `dtype`, or in FP32 where transformers keeps it so.
+    FP8 GEMMs compute in `mode` (see `linear`), all else in `dtype`, or in FP32 where transformers keeps it so. `part`:
+    the names of the modules that get their weights; the others have none.
     Raises InputError for files that are damaged.
     """
     with reading(directory, RUN_CHECKPOINT):
         codes = open_codes(directory, mode, dtype, device)
         model = codes.model
-        replace_linears(model, {module: codes.layer(module) for module in codes.modules})
-        stored = {name: codes.read(name).to(held.dtype) for name, held in model.state_dict().items() if codes.has(name)}
+        replace_linears(model, {module: codes.layer(module) for module in codes.modules if part(module)})
+        stored = {
+            name: codes.read(name).to(held.dtype)
+            for name, held in model.state_dict().items()
+            if part(name.rpartition(".")[0]) and codes.has(name)
+        }
         model.load_state_dict(stored, strict=False, assign=True)
         model.tie_weights()
         for make in (codes.converted, codes.beside_layers):
-            if unset := unset_parameters(model):
+            if unset := unset_parameters(model, part):
                 model.load_state_dict(make(unset, dtype), strict=False, assign=True)
-        if unset := unset_parameters(model):
+        if unset := unset_parameters(model, part):
             raise InputError(directory, f"holds no {unset[0]}, which {type(model).__name__} has", RESTORE)
-        torch.nn.Module.to(model, device)
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
         compute_gemms_in_fp32(model, dtype, device)
         model.register_forward_pre_hook(partial(begin_call, codes.call), with_kwargs=True)
         if (directory / ATTENTION_SCALES).is_file():
-            attend_in_codes(model, directory / ATTENTION_SCALES)
+            attend_in_codes(model, directory / ATTENTION_SCALES, device)
         if adapter is not None:
             where = directory / ADAPTERS / adapter if isinstance(adapter, str) else adapter
             attach_adapter(model, open_adapter(where), dtype, device)
         return Reference(model, codes.cache_scales, codes.call)
 
 
-def unset_parameters(model: torch.nn.Module) -> list[str]:
-    """The names of the parameters of `model` that have no values yet."""
-    return [name for name, parameter in model.named_parameters() if parameter.is_meta]
+def unset_parameters(model: torch.nn.Module, part: Part = every_module) -> list[str]:
+    """The names of the parameters of `model`, in the modules of `part`, that have no values yet."""
+    return [name for name, parameter in model.named_parameters() if parameter.is_meta and part(name.rpartition(".")[0])]
 
 
 def begin_call(call: CallPositions, model: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:

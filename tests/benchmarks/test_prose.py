@@ -63,7 +63,6 @@ REVIEWED: Mapping[str, Mapping[str, Kind]] = {
         "one GPU of 80 GB": "format",
         "exceed 80 % of the free memory": "limit",
         "33 GB for 8B": "arithmetic",
-        "BF16 needs 141 GB for 70B, the reference 73 GB": "arithmetic",
     },
     "docs/guides/llama-8b.md": {"one GPU of 80 GB": "format"},
     "docs/guides/mixture.md": {"256 experts are 210 GB": "arithmetic"},

@@ -12,15 +12,25 @@ from fp8q.core import reporter
 
 
 def test_a_line_says_the_share_the_time_and_the_time_left() -> None:
-    assert reporter.progress_line("Evaluating bf16", 30, 120, "windows", 60.0) == (
+    pace = reporter.WorkPace(done=30, last=10, seconds=60.0)
+    assert reporter.progress_line("Evaluating bf16", pace, 120, "windows", 60.0) == (
         "Evaluating bf16: 30 of 120 windows (25%) in 1 min 0 s, about 3 min 0 s left"
     )
-    assert reporter.progress_line("Evaluating bf16", 0, 120, "windows", 60.0) == (
+    assert reporter.progress_line("Evaluating bf16", reporter.WorkPace(), 120, "windows", 60.0) == (
         "Evaluating bf16: 0 of 120 windows (0%) in 1 min 0 s"
     )
-    assert (
-        reporter.progress_line("Building", 50, 100, "%", 30.0) == "Building: 50 of 100 % in 30.0 s, about 30.0 s left"
+    built = reporter.WorkPace(done=50, last=1, seconds=30.0)
+    assert reporter.progress_line("Building", built, 100, "%", 30.0) == (
+        "Building: 50 of 100 % in 30.0 s, about 30.0 s left"
     )
+
+
+def test_the_time_left_falls_between_two_steps() -> None:
+    """30 of 120 took 60 s, 10 a step of 20 s: 180 s are left, and no less than the 160 s of the steps behind this."""
+    pace = reporter.WorkPace(done=30, last=10, seconds=60.0)
+    assert [pace.left(120, seconds) for seconds in (60.0, 70.0, 80.0, 200.0)] == [180.0, 170.0, 160.0, 160.0]
+    assert reporter.WorkPace(done=110, last=20, seconds=110.0).left(120, 115.0) == 5.0
+    assert reporter.WorkPace(done=110, last=20, seconds=110.0).left(120, 200.0) == 0.0
 
 
 def wait_for(met: Callable[[], bool]) -> None:

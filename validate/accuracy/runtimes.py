@@ -7,8 +7,10 @@ through a torch model in the generation loop, to compare generated text; it is n
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
+from ...calibrate.measure.chain import Chain, LayerChain
 from ...calibrate.model import caches
 from ...calibrate.model.source import Source, load_model
 from ...calibrate.text.evaluation import Evaluation
@@ -23,7 +26,8 @@ from ...core.files import reading
 from ...core.run import Run
 from ...options import ONE_TERM_ALONE, RUNTIMES
 from ...quantize.reading.run_checkpoint import adapter_directory, vocabulary_size
-from ...quantize.reference.fp8_model import RUN_CHECKPOINT, Reference, load_reference
+from ...quantize.reference.fp8_model import RUN_CHECKPOINT, Part, Reference, every_module, load_reference
+from ...quantize.reference.layer_chain import ReferenceChain
 from ...quantize.reference.linear import Mode
 from ...serve.loop.sessions import Pace
 from ...serve.loop.step_logits import HostLogits
@@ -61,12 +65,15 @@ def load_float(source: Source, name: str, device: str) -> torch.nn.Module:
 
 
 def open_reference(
-    run: Run, mode: Mode, device: str, adapter: str | None = None, dtype: torch.dtype = torch.bfloat16
-) -> Reference:
-    """Load the FP8 reference, its parts outside FP8 in `dtype`, with that adapter on."""
+    run: Run, mode: Mode, device: str, adapter: str | None = None, dtype: torch.dtype = torch.bfloat16,
+    part: Part = every_module,
+) -> Reference:  # fmt: skip
+    """Load the FP8 reference, its parts outside FP8 in `dtype`, with that adapter on; with the weights of the modules
+    in `part`.
+    """
     with reading(run.model, RUN_CHECKPOINT):
         where = None if adapter is None else adapter_directory(run, adapter)
-        return load_reference(run.model, mode, dtype, device, where)
+        return load_reference(run.model, mode, dtype, device, where, part)
 
 
 def logits_of(loaded: Reference) -> Forward:
@@ -95,8 +102,10 @@ def decoding_reference(
     return decoding(torch_start(loaded.model, loaded.new_cache), prompt)
 
 
-def _fast_reference(run: Run, device: str, adapter: str | None, first_terms: bool) -> Reference:
-    loaded = open_reference(run, "fast", device, adapter)
+def _fast_reference(
+    run: Run, device: str, adapter: str | None, first_terms: bool, part: Part = every_module
+) -> Reference:
+    loaded = open_reference(run, "fast", device, adapter, part=part)
     if first_terms:
         loaded.take_first_terms()
     return loaded
@@ -116,6 +125,8 @@ class Loading:
     prompt: int | None = None
 
 
+#: Gives, for a block, the functions that load the named runtimes; the folder is for what they leave on disk.
+Opening = Callable[[tuple[str, ...], Loading, Path], AbstractContextManager[Mapping[str, Opener]]]
 #: The functions that load the runtimes of torch, by their names in `options.RUNTIMES`.
 OPENERS = dict[str, Callable[[Loading], Opener]]()
 
@@ -194,6 +205,23 @@ def openers(names: tuple[str, ...], asked: Loading) -> dict[str, Opener]:
     return loaders
 
 
+def layer_chain(name: str, asked: Loading) -> LayerChain:
+    """Open the runtime `name` of torch, whole windows in a call, so that one decoder layer of it has weights at a time.
+
+    Raises NoChainError for a model that is no chain of layers.
+    """
+    if name in FLOATS:
+        source = asked.source()
+        return Chain(source, asked.device, held_type(name, source), rounded=False)
+    load = partial(_fast_reference, asked.run, asked.device, asked.adapter, name == ONE_TERM_ALONE)
+    return ReferenceChain(asked.run.model, load, torch.bfloat16, asked.device)
+
+
+def held_type(name: str, source: Source) -> torch.dtype:
+    """The type that the runtime `name` of torch holds its weights in, at most: codes are held in BF16 on a CPU."""
+    return FLOATS.get(name, torch.bfloat16) or stored_dtype(source)
+
+
 def stored_dtype(source: Source) -> torch.dtype:
     """The type the source checkpoint says it is stored in; BF16 where it says nothing."""
     dtype = getattr(source.config, "dtype", None) or torch.bfloat16
@@ -218,10 +246,11 @@ def compare_adapted(
     runtimes: Mapping[str, tuple[str, ...]],
     source: Callable[[], Source],
     workplace: Workplace,
+    opening: Opening,
 ) -> AdapterOutcome:
     """Run `evaluation` once with each adapter of the run, through its `runtimes`.
 
-    `source` opens the model with its unmerged adapters.
+    `source` opens the model with its unmerged adapters; `opening` gives what loads runtimes.
     """
     result = AdapterOutcome()
     prompt = evaluation.protocol.prompt
@@ -229,11 +258,13 @@ def compare_adapted(
         assert variant.on, "a variant of the base has an adapter on"
         name = variant.on.name
         chosen = runtimes[name]
-        loaders = openers(chosen, Loading(run, lambda: variant, workplace.device, name, prompt))  # noqa: B023  # called before the next
-        chosen_loaders = {runtime: opener for runtime, opener in loaders.items() if runtime in chosen}
-        workplace.report.note(f"{name}: {', '.join(chosen_loaders)} with this adapter on")
+        asked = Loading(run, lambda: variant, workplace.device, name, prompt)  # noqa: B023  # called before the next
+        workplace.report.note(f"{name}: {', '.join(chosen)} with this adapter on")
         folder = workplace.folder / f"adapter-{name}"
-        outcome = compare_in_turn(evaluation, chosen_loaders, vocabulary_size(run), folder, workplace.report)
+        folder.mkdir(exist_ok=True)
+        with opening(chosen, asked, folder) as loaders:
+            chosen_loaders = {runtime: loaders[runtime] for runtime in chosen}
+            outcome = compare_in_turn(evaluation, chosen_loaders, vocabulary_size(run), folder, workplace.report)
         result.rows[name] = outcome.accuracy.runtimes
         result.nll.update({with_adapter(runtime, name): values for runtime, values in outcome.nll.items()})
         result.top.update({with_adapter(runtime, name): top for runtime, top in outcome.top.items()})

@@ -9,18 +9,24 @@ and quantizes its inputs, as in the model loaded at once (`endpoint.checkpoint`)
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ...calibrate.checkpoint.recognizer import QUANTIZATION_KEYS
 from ...calibrate.measure.chain import LayerChain
-from ...calibrate.model.decoder import NoChainError, common_output, find_layers, outputs_behind, trace_layers
+from ...calibrate.model.decoder import (
+    Description,
+    NoChainError,
+    common_output,
+    find_layers,
+    outputs_behind,
+    trace_layers,
+)
 from ...calibrate.model.skeleton import empty
 from ...core.errors import InputError
 from ...core.memory import release_memory
@@ -28,15 +34,6 @@ from ...quantize.reading.codecs import CODECS
 from ..endpoint.checkpoint import complete_model, loading_by_transformers
 from .models import quantization_of, running_by_transformers
 from .module_errors import matrices
-
-
-@dataclass(frozen=True)
-class Description:
-    """A checkpoint as messages name it."""
-
-    name: str
-    architecture: str
-    text_config: PreTrainedConfig
 
 
 class CheckpointChain(LayerChain):

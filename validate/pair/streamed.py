@@ -3,8 +3,9 @@
 The windows go through a layer of the original in BF16, then the candidate's, then the original's in FP32, before the
 next layer is read. While the original's runs on the windows for modules, each module of the candidate's runs on the
 same inputs (`module_errors`). The batches are those of a comparison in memory, and layers get the arguments that their
-model gives them, so the results are the same but for the rounding of another order of sums. Without a candidate, whose
-logits a server gives, the original alone goes through its layers.
+model gives them, so the results are the same but for the rounding of another order of sums. Without a candidate to
+compare modules with, the models go through their layers one after the other: the original whose candidate is behind a
+server, or the runtimes of a run.
 
 A step (the modules before the layers, each layer, the modules behind them) reads one file of hidden states for each
 model, writes the other, and ends with a file of its results; a killed call goes on after the last complete step. The
@@ -12,7 +13,7 @@ logits are then computed from the hidden states that left the last layer, a batc
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,6 @@ from .module_errors import ComparedModules, OutputSums, embedding_errors, expert
 #: What stands in an error of a full disk, and the remedy.
 OPTION = "--stream"
 REMEDY = "name another directory with --out, or give a smaller --max-tokens"
-
-
-def without_cache(batch: int) -> AbstractContextManager[None]:
-    """Give a batch no cache."""
-    return nullcontext()
 
 
 #: Parameter -> the relative errors of the experts that it holds.
@@ -100,14 +96,18 @@ def _files(folder: Path, name: str) -> list[Path]:
     return [folder / f"{name}-{parity}" for parity in range(2)]
 
 
-def check_disk(folder: Path, outputs: Mapping[str, LayerOutput], windows: StreamedWindows, disk: Path) -> None:
-    """Raise InputError where `disk` has no room for the hidden states in `folder` of models with these `outputs`."""
+def check_disk(
+    folder: Path, outputs: Mapping[str, LayerOutput], windows: StreamedWindows, disk: Path, remedy: str = REMEDY
+) -> None:
+    """Raise InputError where `disk` has no room for the hidden states in `folder` of models with these `outputs`, with
+    a `remedy` besides freeing space.
+    """
     sizes = {
         file: sum(ids.size for ids in windows.of(name).values()) * output.width * output.dtype.itemsize
         for name, output in outputs.items()
         for file in _files(folder, name)
     }
-    check_room(disk, sizes, OPTION, REMEDY)
+    check_room(disk, sizes, OPTION, remedy)
 
 
 @dataclass
@@ -116,15 +116,15 @@ class StreamedModel(LayerPass):
 
     name: str = ""
 
-    def enter(self, done: bool, observing: Observing = without_cache) -> None:
-        """Enter the first layer, as `LayerPass` does, without a cache."""
+    def enter(self, done: bool, observing: Observing | None = None) -> None:
+        """Enter the first layer, as `LayerPass` does, by default with the chain's own cache."""
         with self._named("before its layers"):
-            super().enter(done, observing)
+            super().enter(done, observing or self.chain.caching)
 
-    def run(self, index: int, model: torch.nn.Module, observing: Observing = without_cache) -> None:
-        """Run all batches through layer `index`, as `LayerPass` does, without a cache."""
+    def run(self, index: int, model: torch.nn.Module, observing: Observing | None = None) -> None:
+        """Run all batches through layer `index`, as `LayerPass` does, by default with the chain's own cache."""
         with self._named(f"in decoder layer {index}"):
-            super().run(index, model, observing)
+            super().run(index, model, observing or self.chain.caching)
 
     def _named(self, where: str) -> AbstractContextManager[None]:
         """Turn an exception of the model in this block into a BackendError; a disk's passes."""
@@ -144,24 +144,25 @@ class PairStream:
     """
 
     def __init__(self, chains: Mapping[str, LayerChain], windows: StreamedWindows, folder: Path):
-        """Take the disk's room for the hidden states of the models `chains`: the original's `bf16` and `fp32`, and
-        `candidate`, where there is one. Without it there are no windows for modules.
+        """Take the disk's room for the hidden states of the models `chains`. Where `candidate` is among them, its
+        modules are compared with those of `bf16`; without it there are no windows for modules.
 
         `folder` exists; a killed call's files there are continued, so it must have had the same arguments.
         """
         self.windows = windows
         self.folder = folder
         self.models = {name: self._model(name, chain) for name, chain in chains.items()}
-        self.original, self.candidate = self.models[BASELINE], self.models.get(CANDIDATE)
-        self.layers = self.original.chain.layers
+        candidate = self.models.get(CANDIDATE)
+        self.pair = None if candidate is None else (self.models[BASELINE], candidate)
+        self.layers = next(iter(self.models.values())).chain.layers
 
     def _model(self, name: str, chain: LayerChain) -> StreamedModel:
         model = StreamedModel.of(chain, self.windows.of(name), _files(self.folder, name))
         model.name = name
         return model
 
-    def run(self, report: Reporter) -> None:
-        """Run all steps that are not finished."""
+    def run(self, report: Reporter, doing: str = "Comparing") -> None:
+        """Run all steps that are not finished; `doing`: the work, in the progress."""
         count = self.layers.count
         steps = layers_to_run(self._file, count, report)
         with gemms_in_fp32(), torch.inference_mode():
@@ -171,12 +172,12 @@ class PairStream:
             if 0 in steps:
                 self._save(0, StepResults())
             remaining = [step for step in steps if step]
-            with report.track(f"Comparing {len(remaining)} layers, one by one", len(remaining), "layers") as advance:
+            with report.track(f"{doing} {len(remaining)} layers, one by one", len(remaining), "layers") as advance:
                 for step in remaining:
                     self._layer(step)
                     advance(1)
-            if self.candidate and self.windows.modules and not self._file(count + 1).is_file():
-                self._save(count + 1, self._behind(self.candidate))
+            if self.pair and self.windows.modules and not self._file(count + 1).is_file():
+                self._save(count + 1, self._behind(*self.pair))
 
     def _file(self, step: int) -> Path:
         return self.folder / f"{step:05}.json"
@@ -186,32 +187,30 @@ class PairStream:
 
     def _layer(self, step: int) -> None:
         """Step n: run all batches through decoder layer n - 1 of each model."""
-        if self.candidate is None:
-            results = StepResults()
-            self._alone(self.original, step - 1)
-        else:
-            results = self._both(self.candidate, step - 1)
+        results = self._both(*self.pair, step - 1) if self.pair else StepResults()
         release_memory()
-        self._alone(self.models[FLOAT32], step - 1)
-        release_memory()
+        for name, model in self.models.items():
+            if self.pair is None or name not in (BASELINE, CANDIDATE):
+                self._alone(model, step - 1)
+                release_memory()
         for model in self.models.values():
             model.states[step % 2].flush()
         self._save(step, results)
 
-    def _both(self, compared_with: StreamedModel, index: int) -> StepResults:
+    def _both(self, base: StreamedModel, compared_with: StreamedModel, index: int) -> StepResults:
         """Run a layer of the original in BF16 and of the candidate `compared_with`, and compare their modules."""
         hidden = OutputSums()
         for batch in self.windows.modules:
-            states = (model.states[index % 2].read(batch, "cpu") for model in (self.original, compared_with))
+            states = (model.states[index % 2].read(batch, "cpu") for model in (base, compared_with))
             hidden.add(*states)
         with (
-            self.original.chain.open_layer(index) as original,
+            base.chain.open_layer(index) as original,
             compared_with.chain.open_layer(index) as candidate,
         ):
             compared = ComparedModules(original, candidate, self._in_part(index))
             of_modules = self.windows.modules
-            self.original.run(
-                index, original, lambda batch: compared.adding() if batch in of_modules else without_cache(batch)
+            base.run(
+                index, original, lambda batch: compared.adding() if batch in of_modules else base.chain.caching(batch)
             )
             compared_with.run(index, candidate)
             if not self.windows.modules:
@@ -219,21 +218,21 @@ class PairStream:
             return self._results(index, hidden, compared, (original, candidate))
 
     def _alone(self, model: StreamedModel, index: int) -> None:
-        """Run a layer of the original in BF16 or FP32, without comparing modules."""
+        """Run a layer of a model without comparing modules."""
         with model.chain.open_layer(index) as opened:
             model.run(index, opened)
 
-    def _behind(self, compared_with: StreamedModel) -> StepResults:
+    def _behind(self, base: StreamedModel, compared_with: StreamedModel) -> StepResults:
         """The last step: compare the modules outside the layers, and the hidden states behind the last norm."""
         hidden = OutputSums()
         with (
-            self.original.chain.open_outside(head=True) as original,
+            base.chain.open_outside(head=True) as original,
             compared_with.chain.open_outside(head=True) as candidate,
         ):
             compared = ComparedModules(original, candidate, self._in_part(None))
             for batch in self.windows.modules:
                 with compared.adding():
-                    ours = self.original.behind(original, batch, output_hidden_states=True)
+                    ours = base.behind(original, batch, output_hidden_states=True)
                 theirs = compared_with.behind(candidate, batch, output_hidden_states=True)
                 hidden.add(ours.hidden_states[-1], theirs.hidden_states[-1])
             return self._results(None, hidden, compared, (original, candidate))

@@ -5,13 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from gpu.waits import host_waits
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8q.calibrate.measure.moments import SecondMoments, add_matmul, gathering, load_moments, moments_file
+from fp8q.calibrate.measure.moments import (
+    SecondMoments,
+    add_matmul,
+    add_moments,
+    gathering,
+    load_moments,
+    moments_file,
+)
 from fp8q.calibrate.model.memory import has_room
 from fp8q.core.run import Run
 
@@ -150,3 +158,29 @@ def test_on_a_gpu_without_room_each_batch_is_added_in_memory(tmp_path: Path, mon
 def test_a_fifth_of_a_gpu_stays_free(free: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 80 << 30))
     assert has_room(torch.device("cuda"), 8 << 30) is fits
+
+
+def test_parts_are_added_in_order_and_their_tokens_follow_one_another(tmp_path: Path) -> None:
+    """1 + 2⁻²⁴ is rounded away in FP32, and three of them are not where the sum is rounded once; the second part lacks
+    an expert.
+    """
+    half = 2.0**-24
+    one = np.eye(1, dtype=np.float32)
+    small = np.full((2, 2), half, np.float32)
+    parts: list[dict[str, npt.NDArray[Any]]] = [
+        {"a.npy": np.ones((2, 2), np.float32), "a.first.npy": np.array([[1, 2]], np.int16), "e.npy": one},
+        {"a.npy": small, "a.first.npy": np.array([[3, 4]], np.int16)},
+        {"a.npy": small, "e.npy": one, "e.held_out.npy": np.ones((3, 1), np.int16)},
+    ]
+    folders = [tmp_path / str(number) for number in range(3)]
+    for folder, files in zip(folders, parts, strict=True):
+        folder.mkdir()
+        for name, array in files.items():
+            np.save(folder / name, array)
+    (out := tmp_path / "out").mkdir()
+    add_moments(folders, out)
+    found = {path.name: np.load(path).tolist() for path in out.iterdir()}
+    assert found == {
+        "a.npy": [[1 + 2 * half] * 2] * 2, "a.first.npy": [[1, 2], [3, 4]], "e.npy": [[2.0]],
+        "e.held_out.npy": [[1]] * 3,
+    }  # fmt: skip

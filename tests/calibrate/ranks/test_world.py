@@ -295,20 +295,11 @@ def test_a_place_is_told_by_the_variables_of_torchrun() -> None:
         ),
         ({"batches": (1, 6)}, 1, "--batches 1:6: 9 windows make 5 batches of 2; end at 5, or ask for more --samples"),
         (
-            {"weight_rounding": "gptq"},
+            {"weight_rounding": "gptq", "stream": False},
             2,
             (
-                "--weight-rounding gptq: its second moments are sums that round differently in parts; measure without "
-                "2 "
-                "ranks, or leave it out"
-            ),
-        ),
-        (
-            {"weight_rounding": "gptq", "batches": (0, 1)},
-            1,
-            (
-                "--weight-rounding gptq: its second moments are sums that round differently in parts; measure without "
-                "--batches, "
+                "--no-stream: 2 ranks hand second moments on after each decoder layer; leave it out, or start one "
+                "process"
             ),
         ),
     ],

@@ -181,7 +181,7 @@ def test_killed_anywhere_it_goes_on_at_the_layer_it_reached(
         if batch == 1 and self.path.name.startswith("candidate") and max(ran, default=0) == at:
             raise Killed
 
-    def stopped(self: PairStream, compared_with: object) -> None:
+    def stopped(self: PairStream, base: object, compared_with: object) -> None:
         raise Killed
 
     monkeypatch.setattr(PairStream, "_layer", counted)

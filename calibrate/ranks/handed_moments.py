@@ -1,0 +1,112 @@
+"""Second moments that several ranks add to one after the other, so that their bits are those of one process.
+
+A sum of products in FP32 depends on the order of the batches. So ranks take neighbouring batches, and each goes on with
+the sums of the rank before it: the last rank begins with the first batches, and rank 0 has the sums of all. A layer's
+sums are handed on when it has run; while rank 0 runs a layer, rank 1 runs the next one, and so on. Nothing else waits.
+
+A rank keeps what it handed on until the next rank has ended that layer. So ranks that were killed go on: each says at
+which layer, and gets the sums of the layers before its own again.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...core.errors import InputError
+from ..measure.moments import SecondMoments
+from .world import World
+
+#: Bytes of a message.
+MESSAGE_BYTES = 1 << 28
+
+
+class HandedMoments(SecondMoments):
+    """The sums of one rank of `world`, which are those of all ranks where it is rank 0."""
+
+    def __init__(self, world: World, folder: Path):
+        """Add up in `folder`, which rank 0 has in the end as one process has it."""
+        super().__init__(folder, first_apart=True)
+        self.world = world
+        self.root = folder
+        self._pairs: list[Any] = []
+        self._batches = 0
+        self._step = 0
+        self._next_wants = 0
+
+    def resume(self, step: int, batches: int) -> None:
+        """Say at which `step` this rank goes on, and hand on again what the next one lacks; a collective.
+
+        Raises InputError where that is lost.
+        """
+        self._batches = batches
+        self._pairs = self.world.paired()
+        steps = [int(other["step"]) for other in self.world.gathered({"step": step})]
+        if self.world.rank == 0:
+            return
+        self._next_wants = steps[self.world.rank - 1]
+        for before in range(self._next_wants, step):
+            if not self._of(before).is_dir():
+                raise InputError(
+                    self.world.members[self.world.rank]["name"],
+                    "has no longer the second moments that another rank goes on from",
+                    "run the same command again: it begins anew",
+                )
+            self._hand_on(self._of(before))
+
+    def begin(self, step: int) -> None:
+        """Go on with the sums of the rank before, once it has ended `step`."""
+        self._step = step
+        self._first.clear()
+        if self.world.rank:
+            self.folder = self._of(step)
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir()
+        received = self.root.parent / "received"
+        shutil.rmtree(received, ignore_errors=True)
+        received.mkdir()
+        if self.world.rank + 1 < self.world.size:
+            self._receive(received)
+        self.go_on(received, self._batches)
+
+    def close(self) -> list[str]:
+        """End a step, and hand its sums on."""
+        names = super().close()
+        if self.world.rank and self._step >= self._next_wants:
+            self._hand_on(self.folder)
+            shutil.rmtree(self._of(self._step - 1), ignore_errors=True)  # the next rank has ended that step
+        return names
+
+    def _of(self, step: int) -> Path:
+        return self.root / f"{step:05}"
+
+    def _hand_on(self, folder: Path) -> None:
+        """Send the files in `folder` to the rank before this one, in number."""
+        files = sorted(folder.glob("*.npy"))
+        header = json.dumps({file.name: file.stat().st_size for file in files}).encode()
+        self._send(torch.tensor([len(header)]))
+        self._send(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        for file in files:
+            self._send(torch.from_numpy(np.memmap(file, np.uint8, "c")))
+
+    def _send(self, values: torch.Tensor) -> None:
+        for part in values.split(MESSAGE_BYTES):
+            self.world.broadcast(part, self.world.rank, self._pairs[self.world.rank - 1])
+
+    def _receive(self, folder: Path) -> None:
+        """Write the files that the rank behind this one sends into `folder`."""
+        size = self._received(torch.empty(1, dtype=torch.int64))
+        header = self._received(torch.empty(int(size), dtype=torch.uint8))
+        sizes: dict[str, Any] = json.loads(header.numpy().tobytes())
+        for name, bytes_of_file in sizes.items():
+            file = np.memmap(folder / name, np.uint8, "w+", shape=(int(bytes_of_file),))
+            self._received(torch.from_numpy(file))
+            file.flush()
+
+    def _received(self, values: torch.Tensor) -> torch.Tensor:
+        for part in values.split(MESSAGE_BYTES):
+            self.world.broadcast(part, self.world.rank + 1, self._pairs[self.world.rank])
+        return values

@@ -1,0 +1,75 @@
+"""Ranks that calibrate for GPTQ: the second moments and codes of one process, whichever of them was killed."""
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8q import api
+from fp8q.core.run import Run
+from tests.calibrate.ranks.test_world import start
+
+from ...mixtures import random_mixture
+
+ARGUMENTS = ["--samples", "9", "--seq-len", "32", "--batch-size", "2", "--weight-rounding", "gptq", "--no-graph"]
+
+
+def alone(checkpoint: Path, texts: Any, out: Path) -> Run:
+    """The run of one process, in memory."""
+    options = api.CalibrateOptions(samples=9, seq_len=32, batch_size=2, weight_rounding="gptq", stream=False)
+    graph = api.ExportOptions(graph=False)
+    return api.calibrate(str(checkpoint), str(texts.calibration), out, str(texts.evaluation), options, graph)
+
+
+def command(checkpoint: Path, texts: Any, out: Path) -> list[str]:
+    data = ["--data", str(texts.calibration), "--eval-data", str(texts.evaluation)]
+    return ["-m", "fp8q", "calibrate", str(checkpoint), *data, *ARGUMENTS, "--out", str(out)]
+
+
+def files(run: Run) -> dict[str, bytes]:
+    """The statistics, second moments, scales and codes of a run."""
+    paths = [run.statistics, *run.moments.iterdir(), run.scales, *run.model.glob("*.safetensors")]
+    return {str(path.relative_to(run.root)): path.read_bytes() for path in paths}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_write_the_second_moments_and_codes_of_one_process(ranks: int, demo_texts: Any, tmp_path: Path) -> None:
+    """A mixture: some experts get no token of one rank, and tokens are held out of their moments."""
+    checkpoint = random_mixture(tmp_path / "mixture", "qwen3_moe")
+    expected = files(alone(checkpoint, demo_texts, tmp_path / "one"))
+    assert any(name.endswith(".held_out.npy") for name in expected)
+    started = start(ranks, *command(checkpoint, demo_texts, tmp_path / "more"))
+    ended = [rank.communicate(timeout=180) for rank in started]
+    assert [rank.returncode for rank in started] == [0] * ranks, ended
+    assert files(Run(tmp_path / "more")) == expected
+    assert not list((tmp_path / "more").glob(".*.work"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_killed_rank_ends_all_and_the_same_command_goes_on(
+    dead: int, shared_checkpoint: Callable[[str], Path], demo_texts: Any, tmp_path: Path
+) -> None:
+    checkpoint = shared_checkpoint("llama")
+    expected = files(alone(checkpoint, demo_texts, tmp_path / "one"))
+    run = Run(tmp_path / "two")
+    words = command(checkpoint, demo_texts, run.root)
+    ranks = start(2, *words)
+    folder = run.root / ".measure.work" / ("rank-1" if dead else "")
+    while not (folder / "00001.safetensors").exists():
+        assert [rank.poll() for rank in ranks] == [None, None], ranks[0].communicate()
+        time.sleep(0.001)
+    ranks[dead].send_signal(signal.SIGKILL)
+    _, err = ranks[1 - dead].communicate(timeout=60)
+    assert f"fp8q: rank {dead} (process {ranks[dead].pid} on " in err.splitlines()[-1]
+    assert err.splitlines()[-1].endswith("; the same command goes on from what is finished")
+    ranks[dead].communicate()
+    again = start(2, *words)
+    ended = [rank.communicate(timeout=180) for rank in again]
+    assert [rank.returncode for rank in again] == [0, 0], ended
+    assert "going on at decoder layer" in ended[0][1] + ended[1][1] or dead == 1
+    assert files(run) == expected
