@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...calibrate.input.patterns import PatternFile
 from ...calibrate.input.untrusted import read_json
 from ...core.errors import InputError
 from ..scales.scheme import UNQUANTIZED, Scheme
 from .quantization_fields import FieldRemark
+
+#: The part of a layer's cached keys, or values, that shares a scale, as compressed-tensors names it.
+CacheUnit = Literal["tensor", "attn_head"]
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,8 @@ class Codec:
     of modules; raises InputError for an expression that does not compile, or may take forever to match. `remarks`: the
     fields of a configuration that are not read. `declared`: reads the quantization configuration of a file. `written`:
     makes the configuration of modules in one scheme, of which those named are left out; None where the form is not
-    written.
+    written. `of_run`: makes that of a run, of the modules that are left out, the part of the cache with one scale, each
+    module's scheme, and whether there are experts; None where runs are not written in the form.
     """
 
     form: str
@@ -152,6 +156,7 @@ class Codec:
     remarks: Callable[[Mapping[str, Any]], Iterator[FieldRemark]]
     declared: Callable[[Path, Any], DeclaredQuantization]
     written: Callable[[Scheme, Sequence[str]], dict[str, object]] | None = None
+    of_run: Callable[[Sequence[str], CacheUnit | None, Mapping[str, Scheme], bool], dict[str, object]] | None = None
 
 
 def stated_quantization(config: Mapping[str, Any], source: Path) -> dict[str, Any] | None:
