@@ -51,6 +51,7 @@ class CalibrateSettings(TypedDict, total=False):
     interval: int
     weight_method: Literal["amax", "mse"]
     weight_scale: Literal["channel", "tensor"]
+    layout: Literal["compressed-tensors", "modelopt"]
     kv_cache: Literal["off", "v", "fp8"]
     kv_scale: Literal["tensor", "head"]
     kv_skip: Sequence[str]
@@ -164,7 +165,7 @@ class ConvertSettings(TypedDict, total=False):
     """Options of `fp8q.api.convert`."""
 
     form: Literal["dynamic", "block"]
-    layout: Literal["compressed-tensors", "fp8"] | None
+    layout: Literal["compressed-tensors", "fp8", "modelopt"] | None
     block_scale_grid: Literal["bf16", "power-of-two"]
     skip: Sequence[str]
     rules: str | Path | None
@@ -262,6 +263,7 @@ class MergeSettings(TypedDict, total=False):
     interval: int
     weight_method: Literal["amax", "mse"]
     weight_scale: Literal["channel", "tensor"]
+    layout: Literal["compressed-tensors", "modelopt"]
     kv_cache: Literal["off", "v", "fp8"]
     kv_scale: Literal["tensor", "head"]
     kv_skip: Sequence[str]
@@ -318,6 +320,7 @@ class RunSettings(TypedDict, total=False):
     interval: int
     weight_method: Literal["amax", "mse"]
     weight_scale: Literal["channel", "tensor"]
+    layout: Literal["compressed-tensors", "modelopt"]
     kv_cache: Literal["off", "v", "fp8"]
     kv_scale: Literal["tensor", "head"]
     kv_skip: Sequence[str]
@@ -405,6 +408,7 @@ class ScalesSettings(TypedDict, total=False):
     interval: int
     weight_method: Literal["amax", "mse"]
     weight_scale: Literal["channel", "tensor"]
+    layout: Literal["compressed-tensors", "modelopt"]
     kv_cache: Literal["off", "v", "fp8"]
     kv_scale: Literal["tensor", "head"]
     kv_skip: Sequence[str]

@@ -35,9 +35,9 @@ from ...calibrate.input.untrusted import read_json
 from ...calibrate.model.classes import nested
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
+from ...core.files import json_text
 from ...core.reporter import Reporter
 from ...core.run_files import CARD
-from ..reading.compressed_tensors import quantization_config
 from ..reading.dequantized import fp8_source
 from ..reading.run_checkpoint import ADAPTERS, CACHE_FILE, EXPERT_FILE, FP8Q_CONFIG, FP8Q_POSITIONS, patterns_of
 from ..scales.decisions import Scales, Skipped, WeightScales
@@ -146,12 +146,16 @@ def _write_caches(writer: "ShardWriter", directory: Path, layout: HfLayout, scal
     Loaders expect those of every layer, and vLLM also takes those of queries; in `CACHE_FILE` are those of codes alone.
     """
     written = scales.loaded_caches if layout.cache else scales.kv_cache
-    caches = {f"{name}_scale": torch.from_numpy(cache.stored) for name, cache in written.items()}
+    caches = {name: torch.from_numpy(cache.stored) for name, cache in written.items()}
     if layout.cache:
         for name, tensor in caches.items():
-            writer.add(name, tensor)
+            attention, _, part = name.rpartition(".")
+            of_heads = tensor.dim() > 1
+            stored = tensor if of_heads else tensor.reshape(layout.codec.end)
+            writer.add(layout.codec.cache_scale.format(attention=attention, part=part), stored)
     elif caches:
-        save_file(caches, directory / CACHE_FILE, metadata={"format": "pt"})
+        apart = {f"{name}_scale": tensor for name, tensor in caches.items()}
+        save_file(apart, directory / CACHE_FILE, metadata={"format": "pt"})
 
 
 @dataclass(frozen=True)
@@ -173,14 +177,15 @@ class ModuleQuantizer:
         quantized = self.rounding.quantized(FloatWeight(module, weight, axis))
         if isinstance(quantized, Skipped):
             return quantized
+        end = self.layout.codec.end
         stored = quantized.scale
         if quantized.summary.granularity == "tensor":
-            stored = stored[:1]
+            stored = stored[:1].reshape(end)
         elif stored.dim() == 1:
-            stored = stored[:, None].movedim(0, axis)
+            stored = stored.reshape(-1, *end).movedim(0, axis)
         tensors = {f"{name}.weight": quantized.codes.movedim(0, axis), f"{name}.weight_scale": stored}
         if (activation := self.scales.static_inputs.get(module)) is not None:
-            tensors[f"{name}.input_scale"] = torch.tensor([activation.scale], dtype=torch.float32)
+            tensors[f"{name}.input_scale"] = torch.tensor(activation.scale, dtype=torch.float32).reshape(end)
         return quantized.summary, tensors
 
 
@@ -276,20 +281,18 @@ def _write_companions(source: Source, directory: Path, scales: Scales, layout: H
     more: dict[str, object] = {FP8Q_CONFIG: fields} if fields else {}
     if layout.cache and not hasattr(source.text_config, "num_key_value_heads"):
         more["num_key_value_heads"] = source.text_config.num_attention_heads  # compressed-tensors asks for it
-    write_config(
-        source,
-        directory,
-        quantization_config(
+    quantization: Mapping[str, object] = UNLOADABLE
+    if layout.loadable:
+        assert layout.codec.of_run is not None, "the layouts of the option are written of runs"
+        quantization = layout.codec.of_run(
             sorted([*map(layout.in_files, scales.skipped), *layout.ignored]),
             layout.cache_strategy(scales),
             {layout.in_files(module): scheme for module, scheme in scales.schemes.items() if scheme.weights},
             bool(layout.experts),
         )
-        if layout.loadable
-        else UNLOADABLE,
-        layout.ties,
-        **more,
-    )
+        for name, content in layout.codec.beside(quantization).items():
+            (directory / name).write_bytes(json_text(content))
+    write_config(source, directory, quantization, layout.ties, **more)
     for adapter in source.adapters:
         folder = directory / ADAPTERS / adapter.name
         folder.mkdir(parents=True)
