@@ -18,6 +18,7 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 #: First lines of tables that state rules, forms and arithmetic, and nothing that was measured.
 NOT_MEASURED = (
     "| `--for` | server | GEMMs | experts of a mixture |",
+    "| reader | one static scale a tensor | a scale for each channel and token |",
     "| column | meaning |",
     "| check of a log | value | watch above | bad above |",
     "| what is wrong | exit code |",

@@ -15,6 +15,7 @@ import torch
 from fp8q import api
 from fp8q.core.errors import InputError
 from fp8q.core.run import Run
+from fp8q.options import CheckpointServer
 from fp8q.quantize.lint.check import SERVER_RULES, checkpoint_findings, open_served
 from fp8q.quantize.lint.servers import READ, parse_version
 
@@ -76,7 +77,10 @@ def test_sglang_takes_static_scales_of_modelopts_form_alone(demo_checkpoint: Pat
         "this form; write it by `fp8q scales RUN --layout compressed-tensors`"
     )
     static = fp8_checkpoints.modelopt(demo_checkpoint, tmp_path / "static")
-    for folder, server in ((dynamic, "vllm"), (dynamic, "tensorrt-llm"), (static, "sglang"), (static, "tensorrt-llm")):
+    taken: list[tuple[Path, CheckpointServer]] = [
+        (dynamic, "vllm"), (dynamic, "tensorrt-llm"), (static, "sglang"), (static, "tensorrt-llm"),
+    ]  # fmt: skip
+    for folder, server in taken:
         findings = SERVER_RULES.findings(open_served(folder, server, None))
         assert {finding.rule for finding in findings} <= {"S151"}  # ModelOpt's gate and up have scales of their own
 
