@@ -31,9 +31,9 @@ from safetensors.torch import save_file
 from vllm_jobs import installed_plugin
 
 from fp8q.options import BF16, DYNAMIC, ONE
-from fp8q.quantize.checkpoint.writer import quantization_config
 from fp8q.quantize.codes.encoding import CODE
 from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.reading.compressed_tensors import quantization_config
 from fp8q.quantize.scales.scheme import Scheme
 
 #: Of an activation: a power of two, as two codes ask for.

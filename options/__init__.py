@@ -47,7 +47,16 @@ from .export import (
 from .form import AT_RUN_TIME, BF16, BLOCK, DEFAULT_EXACT_TAIL, DYNAMIC, ONE, TWO, Form, FormRule, Kind
 from .limits import VerdictLimits
 from .run import QuantizeOptions, RunOptions
-from .scales import AS_THE_RUN_HAS_IT, KvCache, RescaleOptions, ScaleOptions, Terms, WeightMethod, WeightRounding
+from .scales import (
+    AS_THE_RUN_HAS_IT,
+    KvCache,
+    Layout,
+    RescaleOptions,
+    ScaleOptions,
+    Terms,
+    WeightMethod,
+    WeightRounding,
+)
 from .serve import BenchOptions, GenerateOptions, PushOptions, ServeOptions, TritonOptions, model_name
 from .validate import (
     FLOAT,
@@ -120,6 +129,7 @@ __all__ = [
     "History",
     "Kind",
     "KvCache",
+    "Layout",
     "LearningGradients",
     "LintOptions",
     "Logits",

@@ -9,7 +9,7 @@ from .clipping import BLOCK_SCALE_GRID, ScaleGrid, no_blocks
 from .declare import MODEL, SCALES, Options, between, not_empty, option
 
 ConvertForm = Literal["dynamic", "block"]
-ConvertLayout = Literal["compressed-tensors", "fp8"]
+ConvertLayout = Literal["compressed-tensors", "fp8", "modelopt"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class ConvertOptions(Options):
         ConvertLayout | None,
         option(
             SCALES,
-            "Names and configuration: fp8 (DeepSeek's and Qwen's, for blocks) or compressed-tensors.",
+            "Names and configuration: fp8 (DeepSeek's and Qwen's, for blocks), compressed-tensors, or modelopt "
+            "(NVIDIA's, for channels).",
             default="fp8 for blocks, else compressed-tensors",
         ),
     ] = None
@@ -55,10 +56,16 @@ class ConvertOptions(Options):
     revision: Annotated[str | None, option(MODEL, "Branch, tag or commit of a model on the hub.", "NAME")] = None
 
     def __post_init__(self) -> None:
-        """Raise InputError for channels in the layout fp8, which has none."""
+        """Raise InputError for channels in the layout fp8, and for blocks in ModelOpt's, which have none."""
         super().__post_init__()
         if self.form == "dynamic" and self.layout == "fp8":
             raise InputError("--layout fp8", "has no scales of channels", "leave it out, or ask for --form block")
+        if self.form == "block" and self.layout == "modelopt":
+            raise InputError(
+                "--layout modelopt",
+                "has blocks beside inputs in BF16 alone, and --form block scales inputs in groups",
+                "leave it out, or ask for --form dynamic",
+            )
         if self.form != "block" and self.block_scale_grid != "power-of-two":
             raise no_blocks(self.block_scale_grid)
 

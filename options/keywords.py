@@ -52,6 +52,7 @@ class CalibrateSettings(TypedDict, total=False):
     interval: int
     weight_method: Literal["amax", "mse"]
     weight_scale: Literal["channel", "tensor"]
+    layout: Literal["compressed-tensors", "modelopt"]
     kv_cache: Literal["off", "v", "fp8"]
     kv_scale: Literal["tensor", "head"]
     kv_skip: Sequence[str]
@@ -165,7 +166,7 @@ class ConvertSettings(TypedDict, total=False):
     """Options of `fp8q.api.convert`."""
 
     form: Literal["dynamic", "block"]
-    layout: Literal["compressed-tensors", "fp8"] | None
+    layout: Literal["compressed-tensors", "fp8", "modelopt"] | None
     block_scale_grid: Literal["bf16", "power-of-two"]
     skip: Sequence[str]
     rules: str | Path | None
@@ -263,6 +264,7 @@ class MergeSettings(TypedDict, total=False):
     interval: int
     weight_method: Literal["amax", "mse"]
     weight_scale: Literal["channel", "tensor"]
+    layout: Literal["compressed-tensors", "modelopt"]
     kv_cache: Literal["off", "v", "fp8"]
     kv_scale: Literal["tensor", "head"]
     kv_skip: Sequence[str]
@@ -302,6 +304,7 @@ class QuantizeSettings(TypedDict, total=False):
     """Options of `fp8q.api.quantize`."""
 
     calibrate: CalibrateOptions
+    server: Literal["tensorrt", "vllm-plugin", "vllm", "sglang", "transformers", "any"] | None
     clip: Clipping
     method: Literal["amax", "percentile", "mse", "entropy", "delayed"]
     percentile: float
@@ -312,6 +315,7 @@ class QuantizeSettings(TypedDict, total=False):
     interval: int
     weight_method: Literal["amax", "mse"]
     weight_scale: Literal["channel", "tensor"]
+    layout: Literal["compressed-tensors", "modelopt"]
     kv_cache: Literal["off", "v", "fp8"]
     kv_scale: Literal["tensor", "head"]
     kv_skip: Sequence[str]
@@ -375,6 +379,7 @@ class RunSettings(TypedDict, total=False):
     interval: int
     weight_method: Literal["amax", "mse"]
     weight_scale: Literal["channel", "tensor"]
+    layout: Literal["compressed-tensors", "modelopt"]
     kv_cache: Literal["off", "v", "fp8"]
     kv_scale: Literal["tensor", "head"]
     kv_skip: Sequence[str]
@@ -460,6 +465,7 @@ class ScalesSettings(TypedDict, total=False):
     interval: int
     weight_method: Literal["amax", "mse"]
     weight_scale: Literal["channel", "tensor"]
+    layout: Literal["compressed-tensors", "modelopt"]
     kv_cache: Literal["off", "v", "fp8"]
     kv_scale: Literal["tensor", "head"]
     kv_skip: Sequence[str]

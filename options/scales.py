@@ -36,6 +36,8 @@ DEFAULT_EXPERT_TOKENS = 512
 WeightMethod = Literal["amax", "mse"]
 #: The part of a weight that shares a scale: an output channel, or all of it.
 WeightGranularity = Literal["channel", "tensor"]
+#: The form of the files of a checkpoint: the names and shapes of scales, and what says how they are quantized.
+Layout = Literal["compressed-tensors", "modelopt"]
 KvCache = Literal["off", "v", "fp8"]
 #: The part of a layer's cached keys, or values, that shares a scale: all of them (`tensor`), or those of a head.
 KvScale = Literal["tensor", "head"]
@@ -79,6 +81,14 @@ class ScaleOptions(Options):
             text=read_granularity,
         ),
     ] = "channel"
+    layout: Annotated[
+        Layout,
+        option(
+            SCALES,
+            "Names and configuration of the files: compressed-tensors, or modelopt (hf_quant_config.json, for NVIDIA's "
+            "runtimes), which says --weight-scale tensor with --form one, or --form dynamic.",
+        ),
+    ] = "compressed-tensors"
     kv_cache: Annotated[
         KvCache,
         option(SCALES, "The part of the KV cache in FP8: none (off), the values (v), or keys and values (fp8)."),

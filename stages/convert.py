@@ -28,7 +28,7 @@ from ..core.reporter import Reporter
 from ..core.run_files import CARD
 from ..options import ConvertOptions
 from ..quantize.conversion.card import card, unquantized_by_reason
-from ..quantize.conversion.config import converted_config, index_of
+from ..quantize.conversion.config import beside_config, converted_config, index_of
 from ..quantize.conversion.plan import CheckpointPlan, plan_checkpoint
 from ..quantize.conversion.rescaling import checkpoint_in_blocks, rescaled_plan
 from ..quantize.conversion.rules import load_rules
@@ -149,7 +149,7 @@ def _check_out(out: Path, source: _Source) -> None:
 
 def _planned_files(source: _Source, plan: CheckpointPlan) -> PlannedFiles:
     """The files that are written, and what they take."""
-    others = {CONFIG, CARD, *source.others.copied}
+    others = {CONFIG, CARD, *source.others.copied, *beside_config(plan, source.config)}
     if index_of(plan) is not None:
         others.add(INDEX)
     shards = frozenset(shard.name for shard in plan.shards)
@@ -183,6 +183,8 @@ def _write(source: _Source, plan: CheckpointPlan, out: Path, options: ConvertOpt
             shutil.copyfile(file, partial)
     title = source.name if not Path(source.name).expanduser().is_dir() else source.path.resolve().name
     _put(out / CARD, card(plan, title, writer.errors, source.others.remarks()))
+    for name, text in beside_config(plan, source.config).items():
+        _put(out / name, text)
     _put(out / CONFIG, converted_config(plan, source.config))
     checkpoint = open_checkpoint(out)
     assert checkpoint is not None, "config.json says how it is quantized"

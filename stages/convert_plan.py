@@ -22,6 +22,7 @@ from ..quantize.conversion.name_tensors import WEIGHT
 from ..quantize.conversion.plan import CheckpointPlan, Matrix
 from ..quantize.conversion.shards import check_small_tensors
 from ..quantize.lint.check import RULES
+from ..quantize.lint.rules_values import EXPERT
 from ..quantize.reading.codecs import declared_in
 from ..quantize.reading.fp8_tensors import Checkpoint, Float32s
 from ..quantize.reading.quantization_config import CONFIG
@@ -68,6 +69,13 @@ def check_plan(plan: CheckpointPlan, name: str, path: Path, config: Mapping[str,
     if not plan.quantized:
         reason = next(iter(plan.unquantized.values()))
         raise InputError(name, f"has nothing that can be quantized in this form ({reason})", "try --form block")
+    expert = next((name for shard in plan.shards for name in shard.tensors if EXPERT.fullmatch(name)), None)
+    if plan.layout == "modelopt" and expert is not None:
+        raise InputError(
+            "--layout modelopt",
+            f"has no reader that takes scales of channels for experts, as {expert.rpartition('.')[0]}",
+            "leave it out",
+        )
     _check_files(plan)
     _check_names(plan)
     _check_sizes(plan, config, path)

@@ -54,7 +54,7 @@ def choose_costliest(run: Run, source: Source, gemms: ModelGemms, options: Scale
         return
     nearest = replace(
         options.in_one_form(ONE), weight_scale="channel", weight_rounding="nearest", bf16_weights=0.0, kv_cache="off",
-        kv_scale="tensor", kv_skip=(), q_scale=False,
+        kv_scale="tensor", kv_skip=(), q_scale=False, layout="compressed-tensors",
     )  # fmt: skip
     quantize(run, source, gemms, nearest, notes, KnownCodes(learned=False))
     with COSTLIEST.writing(run, key, notes) as log, COSTLIEST.working(run, key, notes) as folder:

@@ -21,6 +21,7 @@ from ..options import BF16, BLOCK, RescaleOptions, ScaleOptions, WeightRounding
 from ..quantize.checkpoint.hf_layout import hf_layout_of
 from ..quantize.checkpoint.writer import quantize_checkpoint
 from ..quantize.codes.blocks import SIDE
+from ..quantize.reading.codecs import CODECS
 from ..quantize.reading.inherited_scales import (
     inherited_codes,
     inherited_remarks,
@@ -104,7 +105,7 @@ def quantize(
     with QUANTIZE.writing(run, key, notes) as log:
         codes = CachedCodes(known.rounded) if known.rounded else None
         with _rounding(run, source, scales, key, notes, codes) as rounding, replacing(run.model) as partial:
-            layout = hf_layout_of(source, scales, gemms.no_graph)
+            layout = hf_layout_of(source, scales, gemms.no_graph, CODECS[options.layout])
             weights = quantize_checkpoint(source, partial, scales, rounding, layout, notes)
             if exported:
                 carry_graphs(run, partial)
@@ -132,6 +133,7 @@ def rounding_key(run: Run, source: Source, options: ScaleOptions) -> Key[ScaleOp
 def identity(key: Key[ScaleOptions, QuantizeFacts]) -> str:
     """SHA-256 of everything that the codes of a `rounding_key` depend on."""
     options = QUANTIZE.dump(key.options, key.facts)
+    del options["layout"]  # codes are the same under other names
     younger = {"form": [], "weight_scale": "channel", "bf16_weights": 0.0, "weigh_first_token": False}
     for name, default in younger.items():
         if options[name] == default:

@@ -31,6 +31,7 @@ from ...core.run import Run
 from ...core.run_files import graph_names
 from ...options import Logits
 from ...quantize.codes.encoding import CODE
+from ...quantize.reading.run_checkpoint import with_cache_scales
 from ...quantize.reference.fp8_model import written_config
 from ...quantize.scales.decisions import AttentionScales, Scales
 from ..modules import operators
@@ -185,7 +186,7 @@ def _opened(directory: Path, plan: GraphPlan) -> tuple[Graph, passes.Tensors]:
     model, buffers = empty_model(config, plan.dtype)
     stored = passes.stored_tensors(sorted(directory.glob("*.safetensors")))
     shapes = {name: tensor.shape for name, tensor in stored.items()}
-    aliases = tied_names(model) | renamed_in(config, shapes)
+    aliases = tied_names(model) | with_cache_scales(renamed_in(config, shapes), stored)
     graph = prepare_graph(model, plan)
     if plan.adapter:
         adapter = stored_adapter(directory, plan.adapter)

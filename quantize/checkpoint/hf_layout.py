@@ -9,7 +9,6 @@ describe.
 """
 
 import inspect
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -22,7 +21,8 @@ from ...calibrate.model.expert_modules import experts_of
 from ...calibrate.model.gemms import attention_modules, output_channel_axis
 from ...calibrate.model.source import Source, meta_model
 from ...options import BF16
-from ..reading.quantization_config import FP8Q_FORM
+from ..reading.compressed_tensors import COMPRESSED_TENSORS
+from ..reading.quantization_config import FP8Q_FORM, CacheUnit, Codec
 from ..reading.run_checkpoint import CACHE_FILE
 from ..scales.decisions import Scales
 from ..scales.policy import mixed_experts_warning
@@ -62,6 +62,7 @@ NO_EXPERT_WEIGHTS_ALONE = "vLLM has no GEMM for experts with FP8 weights alone"
 class HfLayout:
     """The content of an FP8 model in the layout of Hugging Face's loaders.
 
+    - `codec`: the form of the files.
     - `axes`: quantized module -> the axis of the output channels in its weight.
     - `loadable`: whether transformers and vLLM can load them.
     - `cache`: whether the checkpoint has scales of a cache that they read.
@@ -93,6 +94,7 @@ class HfLayout:
     vllm_mtp: tuple[str, ...] = ()
     mtp_from_codes: bool = False
     ties: Ties = Ties()
+    codec: Codec = COMPRESSED_TENSORS
 
     def in_files(self, module: str) -> str:
         """The name of `module` in the files."""
@@ -103,10 +105,15 @@ class HfLayout:
         return self.axes[module]
 
     @property
+    def loads_in_transformers(self) -> bool:
+        """Tell whether transformers knows the form of the files; ModelOpt's it takes for values without scales."""
+        return self.loadable and self.codec == COMPRESSED_TENSORS
+
+    @property
     def ignored(self) -> list[str]:
         """The linear layers that text does not reach, and a pattern for each module of multi-token prediction."""
         linear = [name for name, module in self.non_text.items() if isinstance(module, nn.Linear)]
-        return [*linear, *(f"re:{re.escape(start)}.*" for start in (*self.mtp, *self.vllm_mtp))]
+        return [*linear, *map(self.codec.below, (*self.mtp, *self.vllm_mtp))]
 
     @property
     def towers(self) -> list[str]:
@@ -142,7 +149,7 @@ class HfLayout:
             "with an error, and on a CPU it takes the largest of a layer"
         )
 
-    def cache_strategy(self, scales: Scales) -> Literal["tensor", "attn_head"] | None:
+    def cache_strategy(self, scales: Scales) -> CacheUnit | None:
         """The strategy of the cache's scheme in config.json; None where loaders are told of no scales."""
         if not self.cache:
             return None
@@ -171,6 +178,11 @@ class HfLayout:
             return (
                 f"{architecture} keeps its weights in Conv1D modules, for which Hugging Face has no FP8 form: fp8q "
                 "and ONNX run `model/`, transformers and vLLM cannot load it"
+            )
+        if self.codec != COMPRESSED_TENSORS:
+            return (
+                f"--layout {self.codec.form}: NVIDIA's runtimes and vLLM read model/; transformers takes its codes for "
+                "values without scales, so load it by `fp8q.api.load`"
             )
         if self.experts:
             vllm = ", and vLLM documents this layout, with a scale for each token of what experts read"
@@ -207,8 +219,10 @@ def has_place(attention: nn.Module) -> bool:
     return not CACHES.isdisjoint(called_with) and any(hasattr(attention, projection) for projection in PROJECTIONS)
 
 
-def hf_layout_of(source: Source, scales: Scales, no_graph: str | None = None) -> HfLayout:
-    """Decide the layout of the model in `source`, of which `scales.modules` are quantized.
+def hf_layout_of(
+    source: Source, scales: Scales, no_graph: str | None = None, codec: Codec = COMPRESSED_TENSORS
+) -> HfLayout:
+    """Decide the layout of the model in `source`, of which `scales.modules` are quantized, in the form of `codec`.
 
     `no_graph`: why no ONNX graph can be made of the model.
     """
@@ -242,6 +256,7 @@ def hf_layout_of(source: Source, scales: Scales, no_graph: str | None = None) ->
         vllm_mtp=_vllm_mtp(source),
         mtp_from_codes=any(weights.coded(name) for name in weights.names() if name.startswith(source.mtp)),
         ties=ties_of(source),
+        codec=codec,
         bf16_cache={
             index: attentions[index] for index in sorted(attentions) if coded and attentions[index] not in coded
         },

@@ -95,9 +95,15 @@ transformers reads all of them.
 #: The paragraph on activations in dynamic form.
 IN_DYNAMIC = """\
 **Per token**: the input of {modules} gets a scale for each token where it is served, amax / 448, and none is stored.
-config.json says so in compressed-tensors' form, which vLLM, SGLang, TensorRT-LLM and transformers read.
+{said}
 
 """
+#: Who reads scales of run time, by the form of the files.
+READ_DYNAMIC = {
+    "compressed-tensors": "config.json says so in compressed-tensors' form, which vLLM, SGLang, TensorRT-LLM and "
+    "transformers read.",
+    "modelopt": "That is ModelOpt's FP8_PER_CHANNEL_PER_TOKEN.",
+}
 #: The paragraph on GEMMs in block form.
 BLOCKS = """\
 **In blocks**: the weights of {modules} have a scale for each block of 128 x 128, and their inputs one for each
@@ -181,6 +187,18 @@ LOADABLE = """\
 
 {hosted}"""
 
+#: Used in place of `LOADABLE` for ModelOpt's layout, and who reads it.
+MODELOPT = """\
+The layout is NVIDIA ModelOpt's (`hf_quant_config.json`), which {readers} read:
+
+    vllm serve path/to/this/directory{skips}
+
+transformers does not know it, and would take codes for values; `fp8q.api.load` reads it."""
+MODELOPT_READERS = {
+    "tensor": "vLLM, SGLang, TensorRT-LLM and TensorRT Edge-LLM",
+    "channel": "vLLM and TensorRT-LLM",
+}
+
 #: Used in place of `LOADABLE` where the model has experts.
 MIXTURE = """\
 **transformers 5.14 cannot load its experts**: it holds all experts of a layer in one tensor, and makes none of FP8
@@ -220,7 +238,7 @@ def model_card(source: Source, scales: Scales, form: HfLayout, from_fp8: bool = 
         name=markdown_text(name),
         architecture=markdown_text(architecture),
         cache=CACHES[scales.cache_parts].format(per=scales.cache_unit) + _bf16_cache_layers(form),
-        terms=_terms(scales)
+        terms=_terms(scales, form)
         + (HEADS if scales.per_head and form.cache else "")
         + (QUERIES if scales.queries and form.cache else ""),
         given=(_fp8_source(scales) if from_fp8 else "") + _towers(form) + _mtp(form),
@@ -229,12 +247,20 @@ def model_card(source: Source, scales: Scales, form: HfLayout, from_fp8: bool = 
         activations=_activations(scales),
         quantized=_gemm_counts(scales),
         skipped=skipped or "nothing else",
-        tags="library_name: transformers\ntags: [fp8, compressed-tensors]" if form.loadable else "tags: [fp8]",
+        tags=_tags(form),
         loading=_loading(markdown_text(architecture), scales, form),
         graphs=_graphs(form),
         accuracy=ACCURACY,
         scores=TASK_SCORES.format(scores=NOT_EVALUATED),
     )
+
+
+def _tags(form: HfLayout) -> str:
+    """The fields of the card by which a hub sorts it."""
+    if not form.loadable:
+        return "tags: [fp8]"
+    library = "library_name: transformers\n" if form.loads_in_transformers else ""
+    return f"{library}tags: [fp8, {form.codec.form}]"
 
 
 def _activations(scales: Scales) -> str:
@@ -271,7 +297,7 @@ def _graphs(form: HfLayout) -> str:
     return GRAPHS
 
 
-def _terms(scales: Scales) -> str:
+def _terms(scales: Scales, form: HfLayout) -> str:
     """Describe the modules in two terms, with a tail, in dynamic form, and with FP8 weights alone; empty without."""
     lengths = tails_of(scales.forms)
     throughout = scales.in_form(TWO)
@@ -283,7 +309,7 @@ def _terms(scales: Scales) -> str:
     paragraphs = {kind: paragraph for kind, (_, paragraph) in RUN_TIME_UNITS.items()} | {BF16.kind: WEIGHTS_ALONE}
     for kind, paragraph in paragraphs.items():
         if modules := scales.in_form(Form(kind)):
-            text += paragraph.format(modules=_some(modules, scales))
+            text += paragraph.format(modules=_some(modules, scales), said=READ_DYNAMIC[form.codec.form])
     return text
 
 
@@ -343,6 +369,9 @@ def _loading(architecture: str, scales: Scales, form: HfLayout) -> str:
     cache_parts = scales.cache_parts
     if not form.loadable:
         return UNLOADABLE.format(architecture=architecture)
+    if not form.loads_in_transformers:
+        readers = MODELOPT_READERS["tensor" if scales.tensor_weights else "channel"]
+        return MODELOPT.format(readers=readers, skips=f" {form.vllm_skips}" if form.vllm_skips else "")
     if form.experts:
         remark = mixed_experts_warning(form.layers, scales)
         dynamic = form.experts.isdisjoint(scales.static_inputs) and form.experts.isdisjoint(scales.in_form(BF16))

@@ -18,13 +18,11 @@ Tokenizer and chat templates lie beside the weights (`tokenizer_files`).
 """
 
 import json
-import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -37,14 +35,13 @@ from ...calibrate.input.untrusted import read_json
 from ...calibrate.model.classes import nested
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
+from ...core.files import json_text
 from ...core.reporter import Reporter
 from ...core.run_files import CARD
-from ...options import AT_RUN_TIME, BF16, BLOCK, DYNAMIC, ONE, Form
-from ..codes.blocks import SIDE
 from ..reading.dequantized import fp8_source
 from ..reading.run_checkpoint import ADAPTERS, CACHE_FILE, EXPERT_FILE, FP8Q_CONFIG, FP8Q_POSITIONS, patterns_of
 from ..scales.decisions import Scales, Skipped, WeightScales
-from ..scales.scheme import Scheme, form_fields, modules_in
+from ..scales.scheme import form_fields
 from ..weights.code_sources import FloatWeight, Rounding
 from .hf_layout import INTEGERS, UNLOADABLE, HfLayout
 from .model_card import model_card
@@ -52,19 +49,7 @@ from .narrowing import Narrowing
 from .ties import TIE, Ties
 from .tokenizer_files import write_companions, written_remark
 
-if TYPE_CHECKING:
-    from compressed_tensors.quantization import QuantizationArgs
-
 SHARD_BYTES = 512 << 20
-#: The GEMMs of experts, as a pattern of compressed-tensors.
-EXPERTS = r"re:.*\.experts\.\d+\..*"
-#: The forms that the class Linear is declared with: the first of them that a module has.
-_OF_THE_CLASS = (ONE, *AT_RUN_TIME, BF16)
-#: Kind of a form with scales of run time -> the part of an input with one scale, as compressed-tensors names it.
-STRATEGIES: dict[str, str] = {
-    "dynamic": "token",
-    "block": "group",
-}
 
 
 def quantize_checkpoint(
@@ -161,12 +146,16 @@ def _write_caches(writer: "ShardWriter", directory: Path, layout: HfLayout, scal
     Loaders expect those of every layer, and vLLM also takes those of queries; in `CACHE_FILE` are those of codes alone.
     """
     written = scales.loaded_caches if layout.cache else scales.kv_cache
-    caches = {f"{name}_scale": torch.from_numpy(cache.stored) for name, cache in written.items()}
+    caches = {name: torch.from_numpy(cache.stored) for name, cache in written.items()}
     if layout.cache:
         for name, tensor in caches.items():
-            writer.add(name, tensor)
+            attention, _, part = name.rpartition(".")
+            of_heads = tensor.dim() > 1
+            stored = tensor if of_heads else tensor.reshape(layout.codec.end)
+            writer.add(layout.codec.cache_scale.format(attention=attention, part=part), stored)
     elif caches:
-        save_file(caches, directory / CACHE_FILE, metadata={"format": "pt"})
+        apart = {f"{name}_scale": tensor for name, tensor in caches.items()}
+        save_file(apart, directory / CACHE_FILE, metadata={"format": "pt"})
 
 
 @dataclass(frozen=True)
@@ -188,14 +177,15 @@ class ModuleQuantizer:
         quantized = self.rounding.quantized(FloatWeight(module, weight, axis))
         if isinstance(quantized, Skipped):
             return quantized
+        end = self.layout.codec.end
         stored = quantized.scale
         if quantized.summary.granularity == "tensor":
-            stored = stored[:1]
+            stored = stored[:1].reshape(end)
         elif stored.dim() == 1:
-            stored = stored[:, None].movedim(0, axis)
+            stored = stored.reshape(-1, *end).movedim(0, axis)
         tensors = {f"{name}.weight": quantized.codes.movedim(0, axis), f"{name}.weight_scale": stored}
         if (activation := self.scales.static_inputs.get(module)) is not None:
-            tensors[f"{name}.input_scale"] = torch.tensor([activation.scale], dtype=torch.float32)
+            tensors[f"{name}.input_scale"] = torch.tensor(activation.scale, dtype=torch.float32).reshape(end)
         return quantized.summary, tensors
 
 
@@ -238,79 +228,6 @@ class ShardWriter:
         save_file(self.pending, self._temporary(len(self.shards)), metadata={"format": "pt"})
         self.shards.append(list(self.pending))
         self.pending = {}
-
-
-def quantization_config(
-    ignore: Sequence[str], cache: Literal["tensor", "attn_head"] | None, schemes: Mapping[str, Scheme], experts: bool
-) -> dict[str, object]:
-    """Make the `quantization_config` of config.json by compressed-tensors' own schema.
-
-    `ignore`: the modules that stay in BF16; `cache`: whose values share a scale of the cache, None where it has none;
-    `schemes`: the name in the files of each quantized module -> its scheme; `experts`: whether the model has any.
-
-    The class Linear has the first of `_OF_THE_CLASS` that a module has; modules in other forms are named one by one,
-    since loaders take the scheme of a name before that of a class. Experts are declared with a scale for each token:
-    loaders have no static one where weights have channel scales.
-    """
-    from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
-
-    forms = {module: scheme.input for module, scheme in schemes.items()}
-    declared = {ONE if form.static else form for form in forms.values()}  # loaders take two codes, or a tail, for one
-    of_the_class = next((form for form in _OF_THE_CLASS if form in declared), BF16)
-    by_tensor = any(scheme.weights == "tensor" for scheme in schemes.values())
-    strategy = "tensor" if by_tensor else "channel"
-    groups: dict[str, QuantizationScheme] = {}
-
-    def add(name: str, targets: Sequence[str], form: Form, strategy: str) -> None:
-        if targets:
-            weights = _arguments("block" if form == BLOCK else strategy)
-            groups[name] = QuantizationScheme(targets=[*targets], weights=weights, input_activations=_inputs(form))
-
-    def named(form: Form) -> list[str]:
-        if form == of_the_class:
-            return []
-        return sorted(modules_in(forms, form))
-
-    def split(modules: Sequence[str]) -> tuple[list[str], list[str]]:
-        of_experts = [name for name in modules if re.fullmatch(EXPERTS.removeprefix("re:"), name)]
-        return [name for name in modules if name not in of_experts], of_experts
-
-    add("group_0", ["Linear"], of_the_class, strategy)
-    dense_alone, experts_alone = split(named(BF16))
-    add("weights_alone", dense_alone if by_tensor else named(BF16), BF16, strategy)
-    if by_tensor:
-        add("experts_alone", experts_alone, BF16, "channel")
-    for form in AT_RUN_TIME:
-        dense, _ = split(named(form))
-        add(str(form), dense if by_tensor and form != BLOCK else named(form), form, strategy)
-    if experts and of_the_class != BLOCK and (of_the_class != BF16 or by_tensor):
-        add("group_1", [EXPERTS], BF16 if of_the_class == BF16 else DYNAMIC, "channel")
-    config = QuantizationConfig(
-        config_groups=groups,
-        format="float-quantized",
-        quantization_status="compressed",
-        ignore=list(ignore),
-        kv_cache_scheme=_arguments(cache) if cache else None,
-    )
-    return dict(config.model_dump(mode="json", exclude_none=True))
-
-
-def _inputs(form: Form) -> "QuantizationArgs | None":
-    """Declare an input in `form`; None for one in BF16."""
-    if form == BF16:
-        return None
-    if form.static:
-        return _arguments("tensor")
-    return _arguments(STRATEGIES[form.kind], dynamic=True)
-
-
-def _arguments(strategy: str, dynamic: bool = False) -> "QuantizationArgs":
-    """Declare E4M3 codes with a scale for each part of a tensor that `strategy` names."""
-    from compressed_tensors.quantization import QuantizationArgs
-
-    sizes: dict[str, dict[str, Any]] = {"block": {"block_structure": [SIDE, SIDE]}, "group": {"group_size": SIDE}}
-    size = sizes.get(strategy, {})
-    return QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True, dynamic=dynamic, **size)
 
 
 def write_config(
@@ -364,20 +281,18 @@ def _write_companions(source: Source, directory: Path, scales: Scales, layout: H
     more: dict[str, object] = {FP8Q_CONFIG: fields} if fields else {}
     if layout.cache and not hasattr(source.text_config, "num_key_value_heads"):
         more["num_key_value_heads"] = source.text_config.num_attention_heads  # compressed-tensors asks for it
-    write_config(
-        source,
-        directory,
-        quantization_config(
+    quantization: Mapping[str, object] = UNLOADABLE
+    if layout.loadable:
+        assert layout.codec.of_run is not None, "the layouts of the option are written of runs"
+        quantization = layout.codec.of_run(
             sorted([*map(layout.in_files, scales.skipped), *layout.ignored]),
             layout.cache_strategy(scales),
             {layout.in_files(module): scheme for module, scheme in scales.schemes.items() if scheme.weights},
             bool(layout.experts),
         )
-        if layout.loadable
-        else UNLOADABLE,
-        layout.ties,
-        **more,
-    )
+        for name, content in layout.codec.beside(quantization).items():
+            (directory / name).write_bytes(json_text(content))
+    write_config(source, directory, quantization, layout.ties, **more)
     for adapter in source.adapters:
         folder = directory / ADAPTERS / adapter.name
         folder.mkdir(parents=True)

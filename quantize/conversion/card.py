@@ -79,7 +79,7 @@ def card(plan: CheckpointPlan, name: str, errors: Errors, left: Sequence[str]) -
     lines.append(f"- whatever {rest}")
     text = TEXT.format(
         name=visible(name),
-        tag=", compressed-tensors" if plan.layout == "compressed-tensors" else "",
+        tag="" if plan.layout == "fp8" else f", {plan.layout}",
         form=FORMS[plan.form],
         quantized=plan.quantized,
         choice=RESCALED if plan.quantization else f"Linear layers are what {plan.decided_by} says.",

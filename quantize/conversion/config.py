@@ -42,6 +42,14 @@ def converted_config(plan: CheckpointPlan, config: Mapping[str, Any]) -> bytes:
     return json_text({**fields, "quantization_config": quantization_fields(plan, config)})
 
 
+def beside_config(plan: CheckpointPlan, config: Mapping[str, Any]) -> dict[str, bytes]:
+    """The texts of the files of the layout that say beside config.json, `config` in the source, what it says of codes,
+    by name.
+    """
+    files = CODECS[plan.layout].beside(quantization_fields(plan, config))
+    return {name: json_text(content) for name, content in files.items()}
+
+
 def index_of(plan: CheckpointPlan) -> bytes | None:
     """The text of the index; None for one file under the name that loaders look for without an index."""
     if [shard.name for shard in plan.shards] == [SINGLE]:

@@ -192,5 +192,5 @@ class _Planner:
         codes = f"{module}{WEIGHT}"
         scales = f"{module}.{codec.weight_scales[0]}"
         self._written[codes] = (CODE_DTYPE, (rows, columns))
-        self._written[scales] = ("F32", (-(-rows // SIDE), -(-columns // SIDE)) if blocks else (rows, 1))
+        self._written[scales] = ("F32", (-(-rows // SIDE), -(-columns // SIDE)) if blocks else (rows, *codec.end))
         return Matrix(codes, start, stored.dtype, rows, columns, codes, scales, stride)

@@ -7,7 +7,6 @@ what is served. Names, shapes and the quantization of config.json stay.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 from ...core.errors import InputError
 from ...core.headers import make_header, read_header
@@ -19,6 +18,8 @@ from ..scales.clip import powers_of_two
 from ..scales.scheme import BLOCK_SIDES
 from .plan import CheckpointPlan, Copied, Matrix, ShardPlan, Written
 
+#: The layouts that blocks are written in.
+IN_BLOCKS: tuple[ConvertLayout, ...] = ("compressed-tensors", "fp8")
 #: The options that choose what is quantized, which the source has decided.
 OF_THE_CHOICE = ("block_scale_grid", "skip", "rules", "mtp")
 
@@ -38,7 +39,7 @@ def rescaled_plan(checkpoint: Checkpoint, name: str, files: Sequence[Path], opti
     for stacks of experts in blocks, and for a checkpoint without blocks, or whose scales are powers of two already.
     """
     written = checkpoint.declared.form
-    layout = next((layout for layout in get_args(ConvertLayout) if layout == written), None)
+    layout = next((layout for layout in IN_BLOCKS if layout == written), None)
     if layout is None:
         raise InputError(
             name, f"is in blocks in the form {written}, which is not written", "convert the one it was made from"

@@ -1,4 +1,4 @@
-"""Rules C116 to C118, C121, C122 and C128 to C132: modules that belong together, the output head, modules and fields
+"""Rules C116 to C118, C121, C122 and C128 to C133: modules that belong together, the output head, modules and fields
 of the configuration, and layers for multi-token prediction.
 """
 
@@ -12,6 +12,7 @@ import numpy as np
 from ...calibrate.checkpoint.class_defaults import TIE, config_field, language_model, ties_embeddings
 from ...calibrate.checkpoint.mtp_layers import mtp_layers, mtp_prefixes
 from ...core.findings import Broken
+from ..reading.codecs import other_declaration
 from ..reading.fp8_tensors import Checkpoint
 from ..reading.quantization_config import CONFIG, DeclaredQuantization
 from .rules import AGAIN, checkpoint_rule
@@ -225,6 +226,22 @@ def field_beyond_codes(checkpoint: Checkpoint) -> Broken:
         if remark.effect != "unknown":
             source = _source(checkpoint.declared)
             yield source, f"has {remark}, which not every loader computes; take one that does, or {AGAIN}"
+
+
+@checkpoint_rule("C133", "contradiction")
+def contradiction(checkpoint: Checkpoint) -> Broken:
+    """Two places that say one thing say the same. vLLM and SGLang read config.json, TensorRT-LLM and TensorRT Edge-LLM
+    hf_quant_config.json where it is there: by two that differ they serve two models. So they do by two scales of one
+    part of a cache, and by a static scale of an input that the configuration has scaled where it is served.
+    """
+    if (other := other_declaration(checkpoint.root)) is not None:
+        yield CONFIG, f"says {other}; say the same in both, or take one away"
+    for one, name in checkpoint.twofold_cache_scales:
+        yield one, f"is another scale of the same keys or values than {name}; take one of them out"
+    for codes in checkpoint.codes.values() if checkpoint.declared.form == "modelopt" else ():
+        if codes.input_scale is not None and codes.scheme.input.at_run_time:
+            source = _source(checkpoint.declared)
+            yield codes.input_scale, f"is static, and {source} says a scale for each token; take it out, or {AGAIN}"
 
 
 @checkpoint_rule("C122", "wide-module")

@@ -10,7 +10,7 @@ from ..reading.quantization_config import CONFIG
 from ..reading.run_checkpoint import FP8Q_CONFIG
 from ..scales.clip import powers_of_two
 from ..scales.scheme import BLOCK_SIDES, forms_in, in_two_codes
-from ..scales.servers import computed
+from ..scales.servers import MODELOPT_GRANULARITY, computed
 from .rules_scales import readable
 from .servers import READ, TITLES, Applies, Served, parse_version, server_rule
 
@@ -61,16 +61,19 @@ def _part(group: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     "form-refused",
     "error",
     Applies("vllm", "`quantization/fp8.py`, `compressed_tensors.py`"),
-    Applies("sglang", "`quantization/fp8.py`"),
+    Applies("sglang", "`quantization/fp8.py`, `modelopt_quant.py`"),
     Applies("tensorrt-llm", "`models/quant_config_utils.py`, `_torch/model_config.py`"),
 )
 def form_refused(served: Served) -> Broken:
     """A server has kernels for some pairs of weights and inputs, and ends with an error for others. TensorRT-LLM takes
     compressed-tensors with channel weights and inputs per token, and blocks of 128 with inputs in groups of 128; of
-    ModelOpt's form it also takes a scale a tensor. vLLM and SGLang want the field activation_scheme of the form fp8,
-    and no static inputs beside blocks; vLLM wants a cache that is symmetric and says so.
+    ModelOpt's form it also takes a scale a tensor. (TensorRT-Model-Connect takes compressed-tensors with one static
+    scale a tensor, `--weight-scale tensor --form one`.) Of ModelOpt's form SGLang takes that alone. vLLM and SGLang
+    want the field activation_scheme of the form fp8, and no static inputs beside blocks; vLLM wants a cache that is
+    symmetric and says so.
     """
     said = served.said
+    yield from _modelopt(served)
     if served.server == "tensorrt-llm":
         yield from _tensorrt_llm(served.said)
         return
@@ -84,6 +87,22 @@ def form_refused(served: Served) -> Broken:
             yield CONFIG, f"says static inputs and blocks, which {served.title} refuses together; say dynamic"
     if served.method == "compressed-tensors" and served.server == "vllm":
         yield from _vllm_cache(said)
+
+
+def _modelopt(served: Served) -> Broken:
+    """Find forms that the server refuses in ModelOpt's layout; transformers does not know the layout (S112)."""
+    declared = served.declared
+    if declared is None or declared.form != "modelopt":
+        return
+    for group in declared.groups:
+        kind = group.scheme.input.kind
+        said = MODELOPT_GRANULARITY.get(kind) == group.scheme.weights
+        if said and computed(served.server, kind, "modelopt") is None:
+            fault = (
+                f"says a scale a {group.scheme.weights} and --form {kind}, which {served.title} refuses in this form"
+            )
+            yield declared.source.name, f"{fault}; write it by `fp8q scales RUN --layout compressed-tensors`"
+            return
 
 
 def _vllm_cache(said: Mapping[str, Any]) -> Broken:
@@ -114,7 +133,8 @@ def _tensorrt_llm(said: Mapping[str, Any]) -> Broken:
         takes = "channel weights with inputs per token, or blocks with groups of 128"
         if kind not in ("channel", "block"):
             fault = f"Unsupported weights_quant_strategy: {kind}"
-            yield where, f"has one scale a {kind}: TensorRT-LLM ends with `{fault}`; quantize as {takes}"
+            also = " (or in ModelOpt's layout, --layout modelopt)" * (kind == "tensor")
+            yield where, f"has one scale a {kind}: TensorRT-LLM ends with `{fault}`; quantize as {takes}{also}"
         elif how != {"channel": "token", "block": "group"}[kind]:
             static = "static inputs" if inputs and not inputs.get("dynamic") else f"inputs by {how}"
             fault = (

@@ -41,6 +41,35 @@ def declared_form(directory: Path) -> DeclaredQuantization | None:
     return declared_in(config, directory / CONFIG)
 
 
+def other_declaration(directory: Path) -> str | None:
+    """State in which point config.json in `directory` contradicts ModelOpt's file beside it; None where it does not.
+
+    Servers read either: vLLM config.json, TensorRT-LLM and TensorRT Edge-LLM the other.
+    """
+    config = json_object(directory / CONFIG)
+    said = stated_quantization(config, directory / CONFIG)
+    if not said or not exists(directory / MODELOPT_CONFIG):
+        return None
+    method = said.get("quant_method")
+    if not str(method).startswith(MODELOPT.form):
+        return f"quant_method {method!r}, and {MODELOPT_CONFIG} is beside it"
+    held = json_object(directory / MODELOPT_CONFIG).get("quantization")
+    if not said.get("quant_algo") or not isinstance(held, dict):
+        return None
+    if str(said["quant_algo"]).upper() != str(held.get("quant_algo")).upper():
+        return f"quant_algo {said['quant_algo']}, and {MODELOPT_CONFIG} {held.get('quant_algo')}"
+    inline = MODELOPT.declared(directory / CONFIG, said)
+    file = MODELOPT.declared(directory / MODELOPT_CONFIG, held)
+    if inline.groups != file.groups:
+        return f"other quantized_layers than {MODELOPT_CONFIG}"
+    if inline.cache != file.cache:
+        return f"{'an' if inline.cache else 'no'} FP8 cache, and {MODELOPT_CONFIG} {'one' if file.cache else 'none'}"
+    apart = set(inline.ignore or ()) ^ set(file.ignore or ())
+    if apart:
+        return f"another list of what is left out than {MODELOPT_CONFIG}, by {min(apart)}"
+    return None
+
+
 def declared_in(config: Mapping[str, Any], source: Path) -> DeclaredQuantization | None:
     """Read the quantization that `config`, the content of the file `source`, declares; as `declared_form` does."""
     said = stated_quantization(config, source)

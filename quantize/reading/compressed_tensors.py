@@ -4,16 +4,18 @@ Sources: compressed-tensors 0.20 (`quantization/quant_args.py`, `quant_scheme.py
 `utils/match.py`), vLLM (`layers/quantization/compressed_tensors.py`).
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...calibrate.input.patterns import BoundedPattern, PatternFile
 from ...core.errors import InputError
-from ...options import BF16, BLOCK, DYNAMIC, ONE
-from ..scales.scheme import BLOCK_SIDES, Granularity, Scheme
+from ...options import AT_RUN_TIME, BF16, BLOCK, DYNAMIC, ONE, Form
+from ..scales.scheme import BLOCK_SIDES, Granularity, Scheme, modules_in
 from .quantization_config import (
+    CacheUnit,
     Codec,
     DeclaredQuantization,
     Matcher,
@@ -24,6 +26,9 @@ from .quantization_config import (
 )
 from .quantization_fields import ARGUMENTS, FieldList, FieldRemark, asymmetric, unless
 
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs
+
 #: Where transforms are computed while the model runs; at other places they are in the weights already.
 OFFLINE = ("weight_input", "weight_output")
 #: The parts of a weight that share a scale, as they are written.
@@ -33,6 +38,15 @@ PRESETS: Mapping[str, Scheme] = {
     "FP8": Scheme("tensor"),
     "FP8_DYNAMIC": Scheme("channel", DYNAMIC),
     "FP8_BLOCK": Scheme("block", BLOCK),
+}
+#: The GEMMs of experts, as a pattern of compressed-tensors.
+EXPERTS = r"re:.*\.experts\.\d+\..*"
+#: The forms that the class Linear is declared with: the first of them that a module has.
+_OF_THE_CLASS = (ONE, *AT_RUN_TIME, BF16)
+#: Kind of a form with scales of run time -> the part of an input with one scale, as compressed-tensors names it.
+STRATEGIES: dict[str, str] = {
+    "dynamic": "token",
+    "block": "group",
 }
 
 
@@ -207,6 +221,82 @@ def _written(scheme: Scheme, unquantized: Sequence[str]) -> dict[str, object]:
     }
 
 
+def quantization_config(
+    ignore: Sequence[str], cache: CacheUnit | None, schemes: Mapping[str, Scheme], experts: bool
+) -> dict[str, object]:
+    """Make the `quantization_config` of config.json by compressed-tensors' own schema.
+
+    `ignore`: the modules that stay in BF16; `cache`: whose values share a scale of the cache, None where it has none;
+    `schemes`: the name in the files of each quantized module -> its scheme; `experts`: whether the model has any.
+
+    The class Linear has the first of `_OF_THE_CLASS` that a module has; modules in other forms are named one by one,
+    since loaders take the scheme of a name before that of a class. Experts are declared with a scale for each token:
+    loaders have no static one where weights have channel scales.
+    """
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+
+    forms = {module: scheme.input for module, scheme in schemes.items()}
+    declared = {ONE if form.static else form for form in forms.values()}  # loaders take two codes, or a tail, for one
+    of_the_class = next((form for form in _OF_THE_CLASS if form in declared), BF16)
+    by_tensor = any(scheme.weights == "tensor" for scheme in schemes.values())
+    strategy = "tensor" if by_tensor else "channel"
+    groups: dict[str, QuantizationScheme] = {}
+
+    def add(name: str, targets: Sequence[str], form: Form, strategy: str) -> None:
+        if targets:
+            weights = _arguments("block" if form == BLOCK else strategy)
+            groups[name] = QuantizationScheme(targets=[*targets], weights=weights, input_activations=_inputs(form))
+
+    def named(form: Form) -> list[str]:
+        if form == of_the_class:
+            return []
+        return sorted(modules_in(forms, form))
+
+    def split(modules: Sequence[str]) -> tuple[list[str], list[str]]:
+        of_experts = [name for name in modules if re.fullmatch(EXPERTS.removeprefix("re:"), name)]
+        return [name for name in modules if name not in of_experts], of_experts
+
+    add("group_0", ["Linear"], of_the_class, strategy)
+    dense_alone, experts_alone = split(named(BF16))
+    add("weights_alone", dense_alone if by_tensor else named(BF16), BF16, strategy)
+    if by_tensor:
+        add("experts_alone", experts_alone, BF16, "channel")
+    for form in AT_RUN_TIME:
+        dense, _ = split(named(form))
+        add(str(form), dense if by_tensor and form != BLOCK else named(form), form, strategy)
+    if experts and of_the_class != BLOCK and (of_the_class != BF16 or by_tensor):
+        add("group_1", [EXPERTS], BF16 if of_the_class == BF16 else DYNAMIC, "channel")
+    config = QuantizationConfig(
+        config_groups=groups,
+        format="float-quantized",
+        quantization_status="compressed",
+        ignore=list(ignore),
+        kv_cache_scheme=_arguments(cache) if cache else None,
+    )
+    return dict(config.model_dump(mode="json", exclude_none=True))
+
+
+def _inputs(form: Form) -> "QuantizationArgs | None":
+    """Declare an input in `form`; None for one in BF16."""
+    if form == BF16:
+        return None
+    if form.static:
+        return _arguments("tensor")
+    return _arguments(STRATEGIES[form.kind], dynamic=True)
+
+
+def _arguments(strategy: str, dynamic: bool = False) -> "QuantizationArgs":
+    """Declare E4M3 codes with a scale for each part of a tensor that `strategy` names."""
+    from compressed_tensors.quantization import QuantizationArgs
+
+    sizes: dict[str, dict[str, Any]] = {
+        "block": {"block_structure": [*BLOCK_SIDES]},
+        "group": {"group_size": BLOCK_SIDES[1]},
+    }
+    size = sizes.get(strategy, {})
+    return QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True, dynamic=dynamic, **size)
+
+
 COMPRESSED_TENSORS = Codec(
     "compressed-tensors",
     ("weight_scale",),
@@ -215,4 +305,5 @@ COMPRESSED_TENSORS = Codec(
     _remarks,
     _declared,
     _written,
+    quantization_config,
 )

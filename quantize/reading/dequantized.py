@@ -27,10 +27,10 @@ from ...core.headers import StoredTensor
 from ..scales.clip import SMALLEST_SCALE
 from ..weights.channels import QuantizedWeight, inherited_summary
 from ..weights.code_sources import FloatWeight
-from .codecs import declared_form
+from .codecs import declared_form, other_declaration
 from .compressed_tensors import COMPRESSED_TENSORS
 from .fp8_tensors import CACHE_SCALES, Checkpoint, Codes, cache_parts, sound_tensors
-from .quantization_config import ORIGINAL, READ
+from .quantization_config import CONFIG, ORIGINAL, READ
 from .run_checkpoint import CACHE_FILE, EXPERT_FILE
 
 
@@ -85,7 +85,14 @@ class FP8Source:
 
     @cached_property
     def cache_scales(self) -> Mapping[str, npt.NDArray[np.float32]]:
-        """The scales of an FP8 cache: `<attention>.k` or `.v` -> scale, float32 [1] or [heads, 1, 1]."""
+        """The scales of an FP8 cache: `<attention>.k` or `.v` -> scale, float32 [1] or [heads, 1, 1].
+
+        Raises InputError for two of one part that differ.
+        """
+        for one, other in self.checkpoint.twofold_cache_scales:
+            raise InputError(
+                one, f"is another scale of the same keys or values than {other}", "take one of them out of the files"
+            )
         return {
             f"{module}.{part}": self._of_cache(name)
             for name, module in self.checkpoint.cache_scales.items()
@@ -164,6 +171,8 @@ def recognize(
                 "export the checkpoint again",
             )
         return None
+    if (other := other_declaration(path)) is not None:
+        raise InputError(path / CONFIG, f"says {other}", "say the same in both, or take one away")
     changed = next((remark for remark in declared.remarks if remark.effect == "changes"), None)
     if changed is not None:
         raise InputError(declared.source, f"has {changed}, which fp8q does not compute", ORIGINAL)

@@ -117,6 +117,16 @@ class Checkpoint:
                 attentions[name] = name.rpartition(".")[0].removesuffix(f".{parts[0]}_proj")
         return attentions
 
+    @property
+    def twofold_cache_scales(self) -> Iterator[tuple[str, str]]:
+        """Pairs of scales of one part of a cache, under two names, that differ."""
+        first: dict[tuple[str, str], str] = {}
+        for name, module in self.cache_scales.items():
+            for part in cache_parts(name):
+                other = first.setdefault((module, part), name)
+                if other != name and not np.array_equal(self.values(other).ravel(), self.values(name).ravel()):
+                    yield other, name
+
     def values(self, name: str) -> Float32s:
         """Read a scale as float32, in its shape.
 

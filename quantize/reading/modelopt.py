@@ -1,10 +1,14 @@
-"""ModelOpt's form: hf_quant_config.json, which newer versions repeat in config.json with `quant_method` modelopt; vLLM
-reads that, and transformers 5.23 does not know it.
+"""ModelOpt's form: hf_quant_config.json, which newer versions repeat in config.json with `quant_method` modelopt.
 
-Sources: ModelOpt 0.47 (`export/quant_utils.py`, `convert_hf_config.py`), vLLM (`layers/quantization/modelopt.py`).
+vLLM reads config.json, TensorRT-LLM and TensorRT Edge-LLM the other file where it is there, and transformers 5.23
+neither. All modules that are quantized have one scheme: a static scale for each weight and each input, or one for each
+output channel and, where it is served, each token. The scales of a cache lie beside its projections.
+
+Sources: ModelOpt 0.47 (`export/quant_utils.py`, `convert_hf_config.py`), vLLM (`layers/quantization/modelopt.py`),
+TensorRT-LLM (`quantization/modelopt_config.py`), TensorRT Edge-LLM 0.11 (`config.py`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -12,9 +16,11 @@ from typing import Any
 
 from ...calibrate.input.patterns import PatternFile
 from ...core.errors import InputError
-from ...options import BF16, DYNAMIC
+from ...options import BF16, DYNAMIC, ONE
 from ..scales.scheme import Scheme
 from .quantization_config import (
+    MODELOPT_CONFIG,
+    CacheUnit,
     Codec,
     DeclaredQuantization,
     Matcher,
@@ -30,6 +36,11 @@ ALGORITHMS: Mapping[str, Scheme] = {
     "FP8_PER_CHANNEL_PER_TOKEN": Scheme("channel", DYNAMIC),
     "FP8_PB_WO": Scheme("block", BF16),
 }
+#: The algorithms that are written: blocks have inputs that stay in BF16, which no form of ours is.
+WRITTEN = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+#: Who is said to have written it: by this name vLLM knows hf_quant_config.json, and refuses others.
+PRODUCER = {"name": "modelopt", "version": "0.47.0"}
+_NUMBER = {"dynamic": False, "num_bits": 8, "type": "float"}
 #: The fields that change the values of a model or of a layer.
 _MEANT: Mapping[str, tuple[Effect, Callable[[Any], str | None]]] = {
     "pre_quant_scale": ("changes", unless(False, None, what="inputs that are scaled first:")),
@@ -85,4 +96,47 @@ def _scheme_of(source: Path, algorithm: str) -> Scheme:
     return ALGORITHMS[algorithm.upper()]
 
 
-MODELOPT = Codec("modelopt", ("weight_scale",), ("input_scale",), _matcher, _remarks, _declared)
+def _written(scheme: Scheme, unquantized: Sequence[str], cache: CacheUnit | None = None) -> dict[str, object]:
+    """Declare every linear layer in `scheme` as ModelOpt writes it into config.json."""
+    said: dict[str, object] = {}
+    if scheme.input == ONE:
+        said["config_groups"] = {"group_0": {"input_activations": _NUMBER, "weights": _NUMBER, "targets": ["Linear"]}}
+    said["ignore"] = [*unquantized]
+    said["quant_algo"] = next(name for name in WRITTEN if ALGORITHMS[name] == scheme)
+    if cache:
+        said["kv_cache_scheme"] = _NUMBER
+    return said | {"producer": PRODUCER, "quant_method": "modelopt"}
+
+
+def _of_run(
+    ignore: Sequence[str], cache: CacheUnit | None, schemes: Mapping[str, Scheme], _: bool
+) -> dict[str, object]:
+    """Declare a run, whose modules all have one scheme."""
+    (scheme,) = set(schemes.values()) or {ALGORITHMS["FP8"]}
+    return _written(scheme, ignore, cache)
+
+
+def _beside(said: Mapping[str, Any]) -> dict[str, dict[str, object]]:
+    """Make hf_quant_config.json of `said`, the fields of config.json."""
+    quantization = {
+        "quant_algo": said["quant_algo"],
+        "kv_cache_quant_algo": "FP8" if "kv_cache_scheme" in said else None,
+        "exclude_modules": said["ignore"],
+    }
+    return {MODELOPT_CONFIG: {"producer": PRODUCER, "quantization": quantization}}
+
+
+MODELOPT = Codec(
+    "modelopt",
+    ("weight_scale",),
+    ("input_scale",),
+    _matcher,
+    _remarks,
+    _declared,
+    _written,
+    _of_run,
+    _beside,
+    end=(),
+    cache_scale="{attention}.{part}_proj.{part}_scale",
+    below="{}*".format,
+)

@@ -4,17 +4,21 @@ A form is read, and some are written, by its `Codec` (`codecs`). Where the tenso
 `fp8_tensors` goes by the tensors, and the lint (`quantize.lint`) reports the difference.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...calibrate.input.patterns import PatternFile
 from ...calibrate.input.untrusted import read_json
 from ...core.errors import InputError
 from ..scales.scheme import UNQUANTIZED, Scheme
 from .quantization_fields import FieldRemark
+
+#: The part of a layer's cached keys, or values, that shares a scale, as compressed-tensors names it.
+CacheUnit = Literal["tensor", "attn_head"]
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,13 @@ class Codec:
     of modules; raises InputError for an expression that does not compile, or may take forever to match. `remarks`: the
     fields of a configuration that are not read. `declared`: reads the quantization configuration of a file. `written`:
     makes the configuration of modules in one scheme, of which those named are left out; None where the form is not
-    written.
+    written. `of_run`: makes that of a run, of the modules that are left out, the part of the cache with one scale, each
+    module's scheme, and whether there are experts; None where runs are not written in the form. `beside`: makes the
+    files that say the same beside config.json, by their names.
+
+    How scales are written: `end`: the last sides of their shapes, () for one number or [channels], (1,) for [1] or
+    [channels, 1]. `cache_scale`: the name of that of a `part` of an `attention`'s cache. `below`: the entry of a list
+    of modules for all whose name begins with a text.
     """
 
     form: str
@@ -152,6 +162,11 @@ class Codec:
     remarks: Callable[[Mapping[str, Any]], Iterator[FieldRemark]]
     declared: Callable[[Path, Any], DeclaredQuantization]
     written: Callable[[Scheme, Sequence[str]], dict[str, object]] | None = None
+    of_run: Callable[[Sequence[str], CacheUnit | None, Mapping[str, Scheme], bool], dict[str, object]] | None = None
+    beside: Callable[[Mapping[str, Any]], dict[str, dict[str, object]]] = lambda _: {}
+    end: tuple[int, ...] = (1,)
+    cache_scale: str = "{attention}.{part}_scale"
+    below: Callable[[str], str] = lambda start: f"re:{re.escape(start)}.*"
 
 
 def stated_quantization(config: Mapping[str, Any], source: Path) -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +31,8 @@ ATTENTION_SCALES = "attention.safetensors"
 ADAPTERS = "adapters"
 #: The name of the adapter that `fp8q distill --train adapter` learned on the checkpoint, beside which it lies.
 LEARNED = "learned"
+#: The end of the name of a scale of a cache beside its projection.
+OF_PROJECTION = re.compile(r"\.([kv])_proj\.\1_scale$")
 #: The key of config.json for fields that only fp8q reads: the forms of inputs and the layers whose cache stays in BF16
 #: (`quantize.scales.scheme`); `stored`, patterns of the GEMMs' names in the files where the model calls them otherwise,
 #: with `{}` for each number.
@@ -72,6 +74,15 @@ def tensor_files(directory: Path) -> Mapping[str, str]:
         if (directory / file).is_file():
             index |= dict.fromkeys(read_header(directory / file), file)
     return index
+
+
+def with_cache_scales(renamed: Mapping[str, str], stored: Iterable[str]) -> dict[str, str]:
+    """Add to `renamed`, model's name -> stored name, those of `stored` that are scales of a cache beside a projection,
+    as ModelOpt calls them.
+    """
+    model_names = {under: name for name, under in renamed.items()}
+    of_caches = [name for name in stored if OF_PROJECTION.search(name)]
+    return {**renamed, **{OF_PROJECTION.sub(r".\1_scale", model_names.get(name, name)): name for name in of_caches}}
 
 
 def patterns_of(stored: Mapping[str, str]) -> dict[str, str]:
@@ -137,10 +148,12 @@ def stored_arrays(directory: Path, names: Collection[str]) -> dict[str, npt.NDAr
     """
     files = tensor_files(directory)
     patterns = stored_patterns(directory)
+    renamed = with_cache_scales({}, files)
     stored: dict[str, str] = {}
     for name in names:
         module, _, part = name.rpartition(".")
-        stored[name] = f"{in_files(module, patterns)}.{part}"
+        under = f"{in_files(module, patterns)}.{part}"
+        stored[name] = renamed.get(under, under)
     if absent := next((name for name in stored.values() if name not in files), None):
         raise InputError(directory, f"has no {absent}, which scales.json expects", "copy the whole of model/ again")
     shards = {file: _open(directory / file) for file in {files[name] for name in stored.values()}}

@@ -35,7 +35,7 @@ from ...core.errors import InputError
 from ...core.files import RESTORE, reading
 from ...options import BLOCK, ONE, Accumulator
 from ..codes.encoding import RUN_TIME_SCALES, code_values
-from ..reading.run_checkpoint import ADAPTERS, ATTENTION_SCALES, FP8Q_CONFIG, tensor_files
+from ..reading.run_checkpoint import ADAPTERS, ATTENTION_SCALES, FP8Q_CONFIG, tensor_files, with_cache_scales
 from ..scales.scheme import bf16_caches_in, forms_in
 from .attention import attend_in_codes, sum_values_in
 from .linear import BlockLinear, CallPositions, FP8Linear, Mode, Tail, replace_linears
@@ -173,14 +173,14 @@ class StoredCodes:
         self.where = tensor_files(directory)
         self._shards = {file: safe_open(directory / file, "pt") for file in set(self.where.values())}
         shapes = {name: tuple(self._shards[file].get_slice(name).get_shape()) for name, file in self.where.items()}
-        self._renamed = renamed_in(config, shapes)
+        self._renamed = with_cache_scales(renamed_in(config, shapes), self.where)
+        self._model_names = {under: name for name, under in self._renamed.items()}
 
     @property
     def modules(self) -> list[str]:
         """The names of the GEMMs whose weights are codes."""
-        model_names = {under: name for name, under in self._renamed.items()}
         return [
-            model_names.get(name, name).removesuffix(".weight_scale")
+            self._model_names.get(name, name).removesuffix(".weight_scale")
             for name in self.where
             if name.endswith(".weight_scale")
         ]
@@ -190,12 +190,12 @@ class StoredCodes:
         """The scales of the FP8 caches, float32 [1] or [heads, 1, 1] each, by `<module>.k` and `<module>.v`, without
         the layers that stay in BF16.
         """
-        names = [
-            name
-            for name in self.where
-            if name.endswith((".k_scale", ".v_scale")) and name.rpartition(".")[0] not in self.bf16_cache
-        ]
-        return {name.removesuffix("_scale"): self.read(name) for name in names}
+        names = [self._model_names.get(name, name) for name in self.where if name.endswith((".k_scale", ".v_scale"))]
+        return {
+            name.removesuffix("_scale"): torch.atleast_1d(self.read(name))
+            for name in names
+            if name.rpartition(".")[0] not in self.bf16_cache
+        }
 
     def has(self, name: str) -> bool:
         """Tell whether the checkpoint has the tensor that the model calls `name`."""
@@ -244,7 +244,7 @@ class StoredCodes:
             return self.block_layer(module)
         codes, scale = self.weight(module)
         bias = self.read(f"{module}.bias") if self.has(f"{module}.bias") else None
-        input_scale = self.read(f"{module}.input_scale")[0] if form.static else None
+        input_scale = self.read(f"{module}.input_scale").reshape(()) if form.static else None
         layer = FP8Linear(codes, scale, input_scale, bias, self.mode, form.terms or 1)
         layer.run_time_scales = RUN_TIME_SCALES.get(form.kind)
         if form.tail is not None:

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from ...core.errors import InputError
 from ...options import AT_RUN_TIME, Form, FormRule, ScaleOptions
 from .decisions import Scales, Skipped
+from .servers import MODELOPT_GRANULARITY
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,53 @@ def check_dynamic(options: ScaleOptions, gemms: ModelGemms, chosen: Sequence[str
             f"{layer} is a Conv1D, of which transformers and vLLM load no FP8 weights, and graphs take static scales",
             "give --form one",
         )
+
+
+def check_layout(
+    options: ScaleOptions, gemms: ModelGemms, chosen: Sequence[str], conv1d: Collection[str], experts: Sequence[str]
+) -> None:
+    """Raise InputError for what ModelOpt's layout, where it was asked for, does not say, of a model with modules of
+    class Conv1D, `conv1d`, and modules that hold `experts`.
+    """
+    if options.layout != "modelopt":
+        return
+    of_experts = tuple(f"{layer}." for layer in experts)
+    unsaid = [*_unsaid_of_forms(options, gemms, chosen), *_unsaid_of_cache(options)]
+    for module in chosen:
+        if module in conv1d:
+            unsaid.append((f"has no FP8 weights of a Conv1D, as {module} is", ""))
+        if module.startswith(of_experts):
+            unsaid.append((f"has no reader that takes scales of channels for experts, as {module}", ""))
+    for fault, remedy in unsaid:
+        raise InputError("--layout modelopt", fault, f"{remedy}give --layout compressed-tensors")
+
+
+def _unsaid_of_forms(options: ScaleOptions, gemms: ModelGemms, chosen: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield fault and remedy of the first form, mix of forms, or granularity that ModelOpt's layout does not say."""
+    forms = module_forms(options, gemms, chosen, [[module] for module in chosen])
+    first = forms[chosen[0]]
+    either = "give --form one with --weight-scale tensor, or --form dynamic, or "
+    for module, form in forms.items():
+        if form.kind not in MODELOPT_GRANULARITY:
+            yield f"does not say --form {form}, as of {module}", either
+            return
+        if form != first:
+            yield f"says one form of all modules, and {module} is in {form} beside {chosen[0]} in {first}", either
+            return
+    granularity = MODELOPT_GRANULARITY[first.kind]
+    if options.weight_scale != granularity:
+        fault = f"says --form {first} with one scale a {granularity}, and --weight-scale is {options.weight_scale}"
+        yield fault, f"{'leave --inherit out, ' * options.inherit}give --weight-scale {granularity}, or "
+
+
+def _unsaid_of_cache(options: ScaleOptions) -> Iterator[tuple[str, str]]:
+    """Yield fault and remedy of what ModelOpt's layout does not say of a cache."""
+    if options.kv_cache == "v":
+        yield "says keys and values in FP8 together, and --kv-cache is v", "give --kv-cache fp8 or off, or "
+    if options.kv_scale != "tensor":
+        yield f"has one scale for the keys of a layer, and --kv-scale is {options.kv_scale}", "leave that out, or "
+    if options.q_scale:
+        yield "has no place for the scales of --q-scale", "leave that out, or "
 
 
 def check_tail_length(options: ScaleOptions, positions: int | None) -> None:

@@ -13,7 +13,8 @@ refuses static scales in compressed-tensors' form.
 
 from collections.abc import Iterable
 
-from ...options import CheckpointServer, Form, Kind, Server
+from ...options import CheckpointServer, Form, Kind, Layout, Server
+from .scheme import Granularity
 
 _COLUMNS: tuple[Server | CheckpointServer, ...] = (
     "tensorrt", "vllm-plugin", "vllm", "sglang", "transformers", "tensorrt-llm", "any",
@@ -27,6 +28,13 @@ COMPUTED: dict[Kind, tuple[Kind | None, ...]] = {
     "two": ("two", "two", "one", "one", "one", None, "one"),
     "bf16": ("bf16", "bf16", "bf16", "bf16", "bf16", None, "bf16"),
 }  # fmt: skip
+#: Kind of form that ModelOpt's layout says -> the part of a weight that has one scale there.
+MODELOPT_GRANULARITY: dict[Kind, Granularity] = {"one": "tensor", "dynamic": "channel"}
+#: The same of files in ModelOpt's layout: SGLang reads static scales alone, and transformers does not know it.
+COMPUTED_OF_MODELOPT: dict[Kind, tuple[Kind | None, ...]] = {
+    "one": ("one", "one", "one", "one", None, "one", None),
+    "dynamic": (None, "dynamic", "dynamic", None, None, "dynamic", None),
+}
 #: The servers that compute experts in one code alone. vLLM and SGLang have no GEMM of experts in two terms or with FP8
 #: weights alone, and vLLM wants all experts of a layer in one form.
 ONE_CODE_IN_EXPERTS: tuple[Server, ...] = ("vllm-plugin", "vllm", "sglang", "any")
@@ -47,9 +55,14 @@ def graph_refusal(forms: Iterable[Form]) -> str | None:
     return next((reason for kind, reason in NO_GRAPH.items() if kind in kinds), None)
 
 
-def computed(server: Server | CheckpointServer, kind: Kind) -> Kind | None:
-    """Return the kind of form that `server` computes where a module has `kind`; None where it refuses that."""
-    return COMPUTED[kind][_COLUMNS.index(server)]
+def computed(server: Server | CheckpointServer, kind: Kind, layout: Layout = "compressed-tensors") -> Kind | None:
+    """Return the kind of form that `server` computes where a module has `kind` in files of this `layout`; None where it
+    refuses that, or the layout has no such form.
+    """
+    column = _COLUMNS.index(server)
+    if layout == "modelopt":
+        return COMPUTED_OF_MODELOPT[kind][column] if kind in COMPUTED_OF_MODELOPT else None
+    return COMPUTED[kind][column]
 
 
 def computes(server: Server | CheckpointServer, kind: Kind) -> bool:

@@ -12,6 +12,7 @@ from ...calibrate.input.silence import quiet_transformers
 from ...calibrate.input.untrusted import foreign
 from ...calibrate.model.adapter_base import adapter_remarks, with_adapters
 from ...calibrate.model.caches import attention_indices
+from ...calibrate.model.expert_modules import experts_of
 from ...calibrate.model.gemms import (
     attention_modules,
     gemm_modules,
@@ -33,7 +34,7 @@ from ...quantize.reading.dequantized import fp8_source, recognize
 from ...quantize.reading.inherited_scales import check_inherit
 from ...quantize.reading.run_checkpoint import ADAPTERS
 from ...quantize.scales.cache_scales import bf16_attentions
-from ...quantize.scales.policy import ModelGemms, check_dynamic, check_patterns, check_tail_length
+from ...quantize.scales.policy import ModelGemms, check_dynamic, check_layout, check_patterns, check_tail_length
 from ...quantize.scales.servers import graph_refusal
 from .adapters import adapters_of
 
@@ -84,6 +85,7 @@ def gemms_of(source: Source, options: ScaleOptions = ScaleOptions()) -> ModelGem
     chosen = check_patterns(options, gemms)
     conv1d = [name for name in modules if output_channel_axis(modules[name]) == 1]
     check_dynamic(options, gemms, chosen, conv1d)
+    check_layout(options, gemms, chosen, conv1d, [*experts_of(model)])
     check_inherit(source, chosen, coded, options)
     return gemms
 

@@ -19,6 +19,7 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 NOT_MEASURED = (
     "| `--for` | server | GEMMs | experts of a mixture |",
     "| server or loader | run | read |",
+    "| reader | one static scale a tensor | a scale for each channel and token |",
     "| column | meaning |",
     "| check of a log | value | watch above | bad above |",
     "| what is wrong | exit code |",

@@ -212,6 +212,7 @@ def test_the_file_that_repeats_a_command_says_what_was_left_to_a_default(fp8q: F
     assert lines[lines.index("# weight-method: as the run has it") :] == [  # behind the options of clips
         "# weight-method: as the run has it",
         "# weight-scale: as the run has it",
+        "# layout: as the run has it",
         'kv-cache = "v"',
         "# kv-scale: as the run has it",
         "# kv-skip: as the run has it",

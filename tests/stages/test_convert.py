@@ -26,7 +26,7 @@ from fp8q.stages.convert import convert
 from fp8q.stages.convert_directory import PROGRESS
 
 from ..mixtures import random_ernie, random_mixture, random_of
-from ..quantize.reading.fp8_checkpoints import compressed, fine_grained
+from ..quantize.reading.fp8_checkpoints import compressed, fine_grained, modelopt
 
 Fp8q = Callable[..., Any]
 Made = Callable[[str], Path]
@@ -170,7 +170,10 @@ def plain_of_stacks(source: Path, converted: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("options", [DYNAMIC, BLOCK, ConvertOptions(form="block", layout="compressed-tensors")])
+@pytest.mark.parametrize(
+    "options",
+    [DYNAMIC, BLOCK, ConvertOptions(form="block", layout="compressed-tensors"), ConvertOptions(layout="modelopt")],
+)
 def test_every_layout_is_clean_by_the_lint(demo_checkpoint: Path, tmp_path: Path, options: ConvertOptions) -> None:
     found = convert(str(demo_checkpoint), tmp_path / "fp8", options, SILENT)
     assert [each for each in checkpoint_findings(found.path)[1] if each.severity == "error"] == []
@@ -197,6 +200,26 @@ def test_the_configuration_is_that_of_the_presets(
         for field in ("num_bits", "type", "strategy", "symmetric", "dynamic", "group_size", "block_structure"):
             assert getattr(mine, field) == getattr(theirs, field), (side, field)
     assert read.ignore == ["lm_head"]
+
+
+def test_modelopts_layout_has_its_names_and_the_codes_of_the_other(demo_checkpoint: Path, tmp_path: Path) -> None:
+    """Shapes, types and files are those of ModelOpt's own export per channel and token."""
+    other = convert(str(demo_checkpoint), tmp_path / "other", DYNAMIC, SILENT).path
+    found = convert(str(demo_checkpoint), tmp_path / "fp8", ConvertOptions(layout="modelopt", threads=2), SILENT).path
+    theirs = modelopt(demo_checkpoint, tmp_path / "theirs", "FP8_PER_CHANNEL_PER_TOKEN_CFG")
+    mine, same, exported = (load_file(folder / SINGLE) for folder in (found, other, theirs))
+    kinds = [{name: (tensor.dtype, tensor.shape) for name, tensor in each.items()} for each in (mine, exported)]
+    assert kinds[0] == kinds[1]
+    assert mine.keys() == same.keys()
+    for name, tensor in mine.items():
+        assert torch.equal(tensor.flatten().view(torch.uint8), same[name].flatten().view(torch.uint8)), name
+    said = [json.loads((folder / "hf_quant_config.json").read_text())["quantization"] for folder in (found, theirs)]
+    assert said[0] | {"exclude_modules": []} == said[1] | {"exclude_modules": []}
+    assert set(said[0]["exclude_modules"]) <= set(said[1]["exclude_modules"])  # which has the embedding too
+    stated = [json.loads((folder / "config.json").read_text())["quantization_config"] for folder in (found, theirs)]
+    assert stated[0].keys() == stated[1].keys()
+    assert SERVER_RULES.findings(open_served(found, "vllm", None)) == []
+    assert "tags: [fp8, modelopt]" in (found / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("options", "field"), [(DYNAMIC, "ignore"), (BLOCK, "modules_to_not_convert")])
@@ -489,6 +512,22 @@ class TestBadInput:
         assert "block" in told
         told = self.refused(fp8q, demo_checkpoint, tmp_path / "out", "--layout", "fp8")
         assert told == "--layout fp8: has no scales of channels; leave it out, or ask for --form block"
+
+    def test_blocks_and_experts_in_modelopts_layout(
+        self, tmp_path: Path, fp8q: Fp8q, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        mixture = random_mixture(tmp_path / "mixture", "qwen3_moe")
+        capsys.readouterr()
+        told = self.refused(fp8q, mixture, tmp_path / "out", "--layout", "modelopt", "--form", "block")
+        assert told == (
+            "--layout modelopt: has blocks beside inputs in BF16 alone, and --form block scales inputs in groups; "
+            "leave it out, or ask for --form dynamic"
+        )
+        told = self.refused(fp8q, mixture, tmp_path / "out", "--layout", "modelopt")
+        assert told == (
+            "--layout modelopt: has no reader that takes scales of channels for experts, as "
+            "model.layers.0.mlp.experts.0.down_proj; leave it out"
+        )
 
     def test_a_pattern_that_parts_what_loaders_join(self, demo_checkpoint: Path, tmp_path: Path, fp8q: Fp8q) -> None:
         told = self.refused(fp8q, demo_checkpoint, tmp_path / "out", "--skip", "*.0.self_attn.q_proj")

@@ -56,8 +56,23 @@ def leave_out(it: Damaged, *modules: str) -> None:
         said = json.loads(path.read_text())
         said["quantization"]["exclude_modules"] += modules
         path.write_text(json.dumps(said))
+        it.quantization["ignore"] += modules
     else:
         it.quantization[IGNORE[it.form.partition(" ")[0]]] += modules
+
+
+def leave_modelopts_file(it: Damaged) -> None:
+    """ModelOpt's file beside another form."""
+    (it.folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+
+
+def say_per_token(it: Damaged) -> None:
+    """Both files say a scale for each channel and token, of a checkpoint with static ones."""
+    path = it.folder / "hf_quant_config.json"
+    said = json.loads(path.read_text())
+    for place in (said["quantization"], it.quantization):
+        place["quant_algo"] = "FP8_PER_CHANNEL_PER_TOKEN"
+    path.write_text(json.dumps(said))
 
 
 def leave_wide(it: Damaged, module: str) -> None:
@@ -307,6 +322,14 @@ CASES = {
     "a field that nobody knows": Case("C131", lambda it: it.quantization.update(weight_rotation="hadamard"),
                                       of("config.json"), ("fp8",)),
     "rotations while it runs": Case("C132", rotate_while_running, of("config.json"), ("compressed-tensors",)),
+    "two files that differ": Case("C133", lambda it: it.quantization.update(quant_algo="FP8_PER_CHANNEL_PER_TOKEN"),
+                                  of("config.json"), ("modelopt",)),
+    "two layouts": Case("C133", leave_modelopts_file, of("config.json"), ("compressed-tensors",)),
+    "two scales of the same keys": Case("C133", lambda it: it.tensors.update(
+        {"model.layers.1.self_attn.k_scale": torch.tensor(0.07)}), of("model.layers.1.self_attn.k_proj.k_scale"),
+                                        ("modelopt",)),
+    "static scales of inputs that are scaled later": Case("C133", say_per_token, lambda it: it.input_scale(
+        "model.layers.0.mlp.down_proj"), ("modelopt",), also=frozenset({"C108"})),
     "a weight cut off": Case("C125", lambda it: it.tensors.update(
         {f"{O}.weight": it.tensors[f"{O}.weight"][:64, :100]}), of(f"{O}.weight"), STATIC),
 }  # fmt: skip

@@ -15,9 +15,11 @@ import torch
 from fp8q import api
 from fp8q.core.errors import InputError
 from fp8q.core.run import Run
+from fp8q.options import CheckpointServer
 from fp8q.quantize.lint.check import SERVER_RULES, checkpoint_findings, open_served
 from fp8q.quantize.lint.servers import READ, parse_version
 
+from ..reading import fp8_checkpoints
 from .conftest import Damaged
 
 Fp8q = Callable[..., Any]
@@ -68,6 +70,22 @@ def test_a_good_checkpoint_of_each_form_has_nothing_that_is_wrong(damaged: Calla
     assert found(it, "transformers") == ["S121"]
 
 
+def test_sglang_takes_static_scales_of_modelopts_form_alone(demo_checkpoint: Path, tmp_path: Path) -> None:
+    dynamic = fp8_checkpoints.modelopt(demo_checkpoint, tmp_path / "dynamic", "FP8_PER_CHANNEL_PER_TOKEN_CFG")
+    (finding,) = SERVER_RULES.findings(open_served(dynamic, "sglang", None))
+    assert str(finding) == (
+        "S111 form-refused: hf_quant_config.json: says a scale a channel and --form dynamic, which SGLang refuses in "
+        "this form; write it by `fp8q scales RUN --layout compressed-tensors`"
+    )
+    static = fp8_checkpoints.modelopt(demo_checkpoint, tmp_path / "static")
+    taken: list[tuple[Path, CheckpointServer]] = [
+        (dynamic, "vllm"), (dynamic, "tensorrt-llm"), (static, "sglang"), (static, "tensorrt-llm"),
+    ]  # fmt: skip
+    for folder, server in taken:
+        findings = SERVER_RULES.findings(open_served(folder, server, None))
+        assert {finding.rule for finding in findings} <= {"S151"}  # ModelOpt's gate and up have scales of their own
+
+
 def test_an_error_is_exit_3_and_json_has_it(fp8q: Fp8q, damaged: Callable[[str], Damaged]) -> None:
     it = with_cache(damaged("compressed-tensors"))
     it.save()
@@ -75,7 +93,7 @@ def test_an_error_is_exit_3_and_json_has_it(fp8q: Fp8q, damaged: Callable[[str],
     told = (
         "S111 form-refused: config.json config_groups.group_0: has one scale a tensor: TensorRT-LLM ends with "
         "`Unsupported weights_quant_strategy: tensor`; quantize as channel weights with inputs per token, or blocks "
-        "with groups of 128"
+        "with groups of 128 (or in ModelOpt's layout, --layout modelopt)"
     )
     assert result.code == 3
     assert result.err == f"fp8q: {it.folder}: {told}\n"

@@ -5,8 +5,11 @@ from typing import get_args
 
 import pytest
 
-from fp8q.options import BLOCK, DYNAMIC, ConvertLayout
+from fp8q.calibrate.input.patterns import PatternFile
+from fp8q.options import BLOCK, DYNAMIC, ONE, ConvertLayout, Layout
 from fp8q.quantize.reading.codecs import CODECS, declared_in
+from fp8q.quantize.reading.modelopt import MODELOPT
+from fp8q.quantize.reading.quantization_config import CacheUnit
 from fp8q.quantize.scales.scheme import UNQUANTIZED, Scheme
 
 CONFIG = Path("config.json")
@@ -22,6 +25,8 @@ def test_the_layouts_of_convert_are_the_forms_that_are_written() -> None:
         ("compressed-tensors", Scheme("channel", DYNAMIC)),
         ("compressed-tensors", Scheme("block", BLOCK)),
         ("fp8", Scheme("block", BLOCK)),
+        ("modelopt", Scheme("channel", DYNAMIC)),
+        ("modelopt", Scheme("tensor", ONE)),
     ],
 )
 def test_what_is_written_of_a_scheme_declares_it(form: str, scheme: Scheme) -> None:
@@ -32,3 +37,29 @@ def test_what_is_written_of_a_scheme_declares_it(form: str, scheme: Scheme) -> N
     assert (quantization.form, quantization.ignore, quantization.remarks) == (form, ("lm_head",), ())
     assert quantization.scheme("model.layers.0.mlp.up_proj") == scheme
     assert quantization.scheme("lm_head") == UNQUANTIZED
+
+
+def test_the_layouts_of_runs_are_the_forms_that_runs_are_written_in() -> None:
+    assert {form for form, codec in CODECS.items() if codec.of_run is not None} == {*get_args(Layout)}
+
+
+@pytest.mark.parametrize("cache", ["tensor", None])
+@pytest.mark.parametrize("scheme", [Scheme("tensor", ONE), Scheme("channel", DYNAMIC)], ids=["static", "dynamic"])
+def test_modelopt_makes_our_config_of_our_file(scheme: Scheme, cache: CacheUnit | None) -> None:
+    from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
+
+    assert MODELOPT.of_run is not None
+    said = MODELOPT.of_run(["lm_head"], cache, {"model.layers.0.mlp.up_proj": scheme}, False)
+    (file,) = MODELOPT.beside(said).values()
+    assert said == convert_hf_quant_config_format(file)
+    quantization = MODELOPT.declared(CONFIG, file["quantization"])
+    assert (quantization.cache, quantization.ignore, quantization.remarks) == (bool(cache), ("lm_head",), ())
+    assert quantization.scheme("model.layers.0.mlp.up_proj") == scheme
+
+
+def test_all_below_a_name_are_one_entry_of_each_forms_list() -> None:
+    for layout in get_args(Layout):
+        codec = CODECS[layout]
+        entry = codec.matcher(codec.below("mtp.layers."), PatternFile(CONFIG))
+        assert entry.matches("mtp.layers.0.mlp.up_proj")
+        assert not entry.matches("model.layers.0.mlp.up_proj")

@@ -10,7 +10,13 @@ from fp8q.options import CheckpointServer, Kind, Server
 from fp8q.options.calibrate import WITH_SECOND_CODES
 from fp8q.quantize.lint.check import SERVER_RULES
 from fp8q.quantize.lint.servers import TITLES
-from fp8q.quantize.scales.servers import ONE_CODE_IN_EXPERTS, computed, computes, need_the_plugin
+from fp8q.quantize.scales.servers import (
+    MODELOPT_GRANULARITY,
+    ONE_CODE_IN_EXPERTS,
+    computed,
+    computes,
+    need_the_plugin,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -45,6 +51,24 @@ def test_every_server_says_something_of_every_form_and_takes_it_for_one_that_it_
         taken = [computed(server, kind) for kind in KINDS]
         assert all(kind is None or computes(server, kind) for kind in taken)
     assert all(computes(server, "one") for server in ONE_CODE_IN_EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("server", "forms"),
+    [
+        ("tensorrt", "one"),
+        ("vllm-plugin", "one dynamic"),
+        ("vllm", "one dynamic"),
+        ("sglang", "one"),
+        ("transformers", ""),
+        ("tensorrt-llm", "one dynamic"),
+        ("any", ""),
+    ],
+)
+def test_a_server_computes_these_forms_of_modelopts_layout(server: Server, forms: str) -> None:
+    """Of a scale for each weight with static inputs, and one for each channel with one for each token."""
+    assert {kind for kind in KINDS if computed(server, kind, "modelopt") == kind} == set(forms.split())
+    assert set(forms.split()) <= MODELOPT_GRANULARITY.keys()
 
 
 def test_second_codes_are_left_out_but_by_graphs_and_by_the_plugin() -> None:

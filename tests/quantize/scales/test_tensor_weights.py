@@ -19,9 +19,9 @@ from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import BF16, DYNAMIC, ONE, DistillOptions, ScaleOptions
-from fp8q.quantize.checkpoint.writer import quantization_config
 from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.lint.check import checkpoint_findings
+from fp8q.quantize.reading.compressed_tensors import quantization_config
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.clip import scale_of
 from fp8q.quantize.scales.decisions import load_scales
