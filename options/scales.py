@@ -86,7 +86,7 @@ class ScaleOptions(Options):
         option(
             SCALES,
             "Names and configuration of the files: compressed-tensors, or modelopt (hf_quant_config.json, for NVIDIA's "
-            "runtimes), which says --weight-scale tensor with --form one, or --form dynamic.",
+            "runtimes), which says the form one under one scale a weight, or the form dynamic.",
         ),
     ] = "compressed-tensors"
     kv_cache: Annotated[

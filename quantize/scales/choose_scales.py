@@ -18,7 +18,7 @@ def choose_scales(source: Source, statistics: Statistics, gemms: ModelGemms, opt
     """Decide the scale and precision of every tensor in `gemms`; the weights' scales follow when they are written."""
     chosen, skipped = select(gemms, options.skip, options.only)
     parts = CACHE_PARTS[options.kv_cache]
-    in_bf16 = bf16_attentions(options.kv_skip, attentions_of(statistics), source.text_config.to_dict())
+    in_bf16 = bf16_attentions(options.kv_skip, attentions_of(statistics), source.config.get_text_config().to_dict())
     groups = statistics.record.groups.values()
     few = starved(statistics, options.min_expert_tokens)
     forms = module_forms(options, gemms, chosen, groups)
