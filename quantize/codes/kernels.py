@@ -126,6 +126,35 @@ def round_bf16(number):
 
 
 @triton.jit
+def store_scaled(
+    total,
+    input_scale_at,
+    weight_scale_at,
+    bias_at,
+    out_at,
+    to,
+    output,
+    inside,
+    weight_step,
+    has_bias: tl.constexpr,
+    bf16: tl.constexpr,
+):
+    """Scale the sums of an `output`, add its bias, cast once, and store them in the places `to`; `weight_step` 0: one
+    weight scale.
+
+    BF16 results are stored as their bits, int16: Triton's interpreter truncates where a GPU rounds.
+    """
+    factor = tl.load(input_scale_at) * tl.load(weight_scale_at + output * weight_step, mask=inside, other=0.0)
+    total = total * factor
+    if has_bias:
+        total += tl.load(bias_at + output, mask=inside, other=0.0).to(tl.float32)
+    if bf16:
+        tl.store(out_at + to, round_bf16(total), mask=inside)
+    else:
+        tl.store(out_at + to, total.to(out_at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _scale(
     sums_at,
     input_scale_at,
@@ -141,24 +170,17 @@ def _scale(
     divisor: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Add both terms' sums of one row, scale them, add the bias and cast once; `weight_step` 0: one weight scale.
-
-    BF16 results are stored as their bits, int16: Triton's interpreter truncates where a GPU rounds.
-    """
+    """Add both terms' sums of one row, and store them as `store_scaled` does."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < outputs
     total = tl.load(sums_at + row * outputs + column, mask=inside, other=0.0)
     if terms == 2:
         total += tl.load(sums_at + (rows + row) * outputs + column, mask=inside, other=0.0) * (1.0 / divisor)
-    factor = tl.load(input_scale_at) * tl.load(weight_scale_at + column * weight_step, mask=inside, other=0.0)
-    total = total * factor
-    if has_bias:
-        total += tl.load(bias_at + column, mask=inside, other=0.0).to(tl.float32)
-    if bf16:
-        tl.store(out_at + row * outputs + column, round_bf16(total), mask=inside)
-    else:
-        tl.store(out_at + row * outputs + column, total.to(out_at.dtype.element_ty), mask=inside)
+    to = row * outputs + column
+    store_scaled(
+        total, input_scale_at, weight_scale_at, bias_at, out_at, to, column, inside, weight_step, has_bias, bf16
+    )
 
 
 def triton_scale(sums: torch.Tensor, epilogue: Epilogue, terms: int, dtype: torch.dtype) -> torch.Tensor:

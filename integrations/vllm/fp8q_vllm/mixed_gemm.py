@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from .codes.epilogue import Epilogue
-from .codes.kernels import round_bf16
+from .codes.kernels import store_scaled
 from .rows import Rows
 
 #: FP16's largest number.
@@ -56,31 +56,6 @@ TILES = {
     64: Tiles(64, 128, 64, warps=8, stages=4),
     128: Tiles(128, 128, 64, warps=8, stages=3),
 }
-
-
-@triton.jit
-def _store(
-    total,
-    input_scale_at,
-    weight_scale_at,
-    bias_at,
-    out_at,
-    to,
-    output,
-    inside,
-    weight_step,
-    has_bias: tl.constexpr,
-    bf16: tl.constexpr,
-):
-    """Scale the sums of an `output`, add its bias, round once, and store them in the places `to`."""
-    factor = tl.load(input_scale_at) * tl.load(weight_scale_at + output * weight_step, mask=inside, other=0.0)
-    total = total * factor
-    if has_bias:
-        total += tl.load(bias_at + output, mask=inside, other=0.0).to(tl.float32)
-    if bf16:
-        tl.store(out_at + to, round_bf16(total), mask=inside)
-    else:
-        tl.store(out_at + to, total.to(tl.float16), mask=inside)
 
 
 @triton.jit
@@ -141,7 +116,7 @@ def _multiply(
     else:
         if chosen:
             inside = inside & (tl.load(exact_at + token, mask=token < rows, other=0) != 0)[None, :]
-        _store(
+        store_scaled(
             total, input_scale_at, weight_scale_at, bias_at, out_at, (row * outputs)[None, :] + output[:, None],
             output[:, None], inside, weight_step, has_bias, bf16,
         )  # fmt: skip
@@ -175,7 +150,7 @@ def _add_parts(
         total += tl.load(sums_at + (part * rows + token) * outputs + output, mask=inside, other=0.0)
     if chosen:
         inside = inside & (tl.load(exact_at + token) != 0)
-    _store(
+    store_scaled(
         total, input_scale_at, weight_scale_at, bias_at, out_at, row * outputs + output, output, inside, weight_step,
         has_bias, bf16,
     )  # fmt: skip
