@@ -37,11 +37,11 @@ def measure(setting: Setting, part: Part) -> None:
         for name, (outputs, inputs) in shapes.items():
             work = partial(measure_product, setting, part, name, (tokens, outputs, inputs), bandwidth)
             part.step(setting, f"{name}, {tokens} tokens", work, Kind(f"{tokens} tokens", 5.0))
-    for tokens, way, limit in TARGETS:
-        ours = layer_us(part, tokens, way, len(shapes))
+    for tokens, method, limit in TARGETS:
+        ours = layer_us(part, tokens, method, len(shapes))
         one_code = layer_us(part, tokens, ONE, len(shapes))
         ratio = ours / one_code if ours and one_code else None
-        part.target(f"8B, {tokens} tokens: {way} over {ONE}", ratio, limit)
+        part.target(f"8B, {tokens} tokens: {method} over {ONE}", ratio, limit)
 
 
 def measure_product(setting: Setting, part: Part, name: str, shape: tuple[int, int, int], bandwidth: float) -> None:
@@ -55,12 +55,12 @@ def measure_product(setting: Setting, part: Part, name: str, shape: tuple[int, i
     epilogue = Epilogue(torch.tensor(2.0**-6, device=setting.device), scales)
     least_s = (outputs * inputs + 2 * tokens * (inputs + outputs)) / bandwidth
     with torch.inference_mode():
-        for way, work in works(x, epilogue, setting.pick(terms.KERNEL_ROWS, 2)).items():
-            held = weights if way != BF16 else [weight.to(torch.bfloat16) for weight in weights]
+        for method, work in works(x, epilogue, setting.pick(terms.KERNEL_ROWS, 2)).items():
+            held = weights if method != BF16 else [weight.to(torch.bfloat16) for weight in weights]
             calls = [partial(work, weight) for weight in held]
-            took = part.tried(f"{name}, {tokens} tokens: {way}", partial(seconds, calls, setting))
+            took = part.tried(f"{name}, {tokens} tokens: {method}", partial(seconds, calls, setting))
             if took is not None:
-                part.row("the plugin's GEMMs", product=name, tokens=tokens, way=way, us=took * 1e6,
+                part.row("the plugin's GEMMs", product=name, tokens=tokens, way=method, us=took * 1e6,
                          bandwidth_share=least_s / took)  # fmt: skip
 
 
@@ -89,8 +89,8 @@ def works(x: torch.Tensor, epilogue: Epilogue, free_rows: int) -> Mapping[str, C
     return ways
 
 
-def layer_us(part: Part, tokens: int, way: str, products: int) -> float | None:
+def layer_us(part: Part, tokens: int, method: str, products: int) -> float | None:
     """Microseconds of all GEMMs of a layer; None where one was not measured."""
     rows = part.tables.get("the plugin's GEMMs", [])
-    took = [row["us"] for row in rows if (row["tokens"], row["way"]) == (tokens, way)]
+    took = [row["us"] for row in rows if (row["tokens"], row["way"]) == (tokens, method)]
     return sum(took) if len(took) == products else None

@@ -11,7 +11,7 @@ from fp8q import api
 from fp8q.calibrate.model.source import open_source
 from fp8q.calibrate.text.evaluation import cut
 from fp8q.core.errors import InputError
-from fp8q.core.reporter import Silent
+from fp8q.core.reporter import SILENT
 from fp8q.options import PlanOptions, RunOptions
 from fp8q.stages import plan as stage
 from fp8q.stages import run as running
@@ -27,16 +27,6 @@ RATES = Rates(
     compensated=100.0, pace=2.0, load_seconds=5.0, base_bytes=1000, weight_bytes=200, window_bytes=10, parameters=100,
     numbers=80, inputs=(3, 4), layers=2, hidden=4, vocabulary=10, streamed=False,
 )  # fmt: skip
-
-
-class Listening(Silent):
-    """Keeps what is noted."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def note(self, line: str) -> None:
-        self.lines.append(line)
 
 
 def collected(windows: int, evaluated: int) -> Collected:
@@ -79,7 +69,7 @@ def test_what_is_not_certain_is_left_out_of_all() -> None:
 
 
 def test_plan_writes_nothing_and_ends_well(demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
-    listening = Listening()
+    listening = Notes(SILENT)
     texts = str(demo_texts.calibration), tmp_path / "run", str(demo_texts.evaluation)
     asked = RunOptions(calibrate=api.CalibrateOptions(**SMALL), planning=PlanOptions(plan=True))
     api.run(str(demo_checkpoint), *texts, asked, listening)
@@ -114,7 +104,7 @@ def test_a_cpu_evaluates_a_larger_model_no_longer_than_it_calibrates(
 ) -> None:
     """64 windows of 8 tokens calibrate: two runtimes evaluate 256 tokens each, of the 700 that 100 windows score."""
     source = open_source(str(demo_checkpoint))
-    listening = Listening()
+    listening = Notes(SILENT)
     of = collected(64, 800)
     asked = RunOptions(export=api.ExportOptions(graph=False))
 

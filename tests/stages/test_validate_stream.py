@@ -16,11 +16,12 @@ from fp8q import api
 from fp8q.calibrate.model.decoder import NoChainError
 from fp8q.calibrate.model.memory import weight_bytes
 from fp8q.core.errors import InputError
-from fp8q.core.reporter import Silent
+from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.reference.layer_chain import ReferenceChain
 from fp8q.quantize.reference.linear import FP8Linear
+from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.document import load_token_losses
 from fp8q.validate.pair.streamed import PairStream
@@ -54,20 +55,10 @@ def calibrated(shared_checkpoint: Callable[[str], Path], tmp_path: Path) -> Call
     return make
 
 
-class Listening(Silent):
-    """Keeps the notes."""
-
-    def __init__(self) -> None:
-        self.lines = list[str]()
-
-    def note(self, line: str) -> None:
-        self.lines.append(line)
-
-
 @pytest.fixture
-def report() -> Listening:
+def report() -> Notes:
     """A reporter that keeps its notes."""
-    return Listening()
+    return Notes(SILENT)
 
 
 def losses(run: Run, adapter: str | None = None, **options: Any) -> dict[str, Any]:
@@ -110,7 +101,7 @@ def test_with_an_adapter_on_too(
 
 
 def test_without_memory_for_a_whole_model_it_goes_by_layers_and_says_so(
-    calibrated: Callable[[str], Run], report: Listening, monkeypatch: pytest.MonkeyPatch
+    calibrated: Callable[[str], Run], report: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No whole model is loaded then; FP32 takes twice the bytes of BF16, which would fit."""
     run = calibrated("mixtral")
@@ -140,7 +131,7 @@ def test_a_part_of_the_reference_has_its_own_weights_alone(calibrated: Callable[
 
 
 def test_killed_it_goes_on_at_the_layer_it_reached(
-    calibrated: Callable[[str], Run], report: Listening, monkeypatch: pytest.MonkeyPatch
+    calibrated: Callable[[str], Run], report: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = calibrated("mixtral")
     layer = PairStream._layer
@@ -166,7 +157,7 @@ def no_chain(calls: object, layers: object, source: Any) -> None:
 
 
 def test_a_model_that_is_no_chain_goes_as_a_whole_unless_layers_are_asked_for(
-    calibrated: Callable[[str], Run], report: Listening, monkeypatch: pytest.MonkeyPatch
+    calibrated: Callable[[str], Run], report: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = calibrated("mixtral")
     monkeypatch.setattr("fp8q.calibrate.measure.chain.common_output", no_chain)

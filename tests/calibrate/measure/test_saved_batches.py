@@ -13,7 +13,7 @@ from fp8q.calibrate.measure.measurement import SavedBatches
 from fp8q.calibrate.measure.observe import Watch
 from fp8q.calibrate.measure.statistics import save_arrays
 from fp8q.calibrate.model.source import open_source
-from fp8q.core.reporter import Silent
+from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.core.run_writer import RunWriter
 from fp8q.options import CalibrateOptions
@@ -29,16 +29,6 @@ WINDOWS = np.random.default_rng(0).integers(0, 128, (9, 32))
 
 class Killed(BaseException):
     """Stands for SIGKILL where the test must go on."""
-
-
-class Listening(Silent):
-    """Keeps the notes."""
-
-    def __init__(self) -> None:
-        self.lines = list[str]()
-
-    def note(self, line: str) -> None:
-        self.lines.append(line)
 
 
 @pytest.fixture
@@ -84,7 +74,7 @@ def stopping(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], list[int
 def test_killed_twice_it_goes_on_behind_the_last_batch_it_saved(
     mixture: Path, stopping: Callable[[int | None], list[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    listening = Listening()
+    listening = Notes(SILENT)
     ran = stopping(None)
     whole = measured(tmp_path / "whole", mixture, listening)
     assert ran == [0, 1, 2, 3, 4]
