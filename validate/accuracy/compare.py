@@ -179,10 +179,13 @@ def measure_with_torch(
 
 @dataclass(frozen=True)
 class TokenMeasure:
-    """A function that measures tokens, and the positions whose likeliest tokens are stored, bool [windows, context]."""
+    """A function that measures tokens, and the positions whose likeliest tokens are stored, bool [windows, context].
+    `of_top_positions`: the names of its quantities that have a value for each top position, not each scored token.
+    """
 
     measure: Measure
     top_positions: npt.NDArray[np.bool_]
+    of_top_positions: frozenset[str] = frozenset()
 
 
 def compare_in_turn(
@@ -324,7 +327,11 @@ class Turns:
             rows.append(measured.rows[measured.scored])
             top_rows.append(measured.top_rows[measured.top_positions])
         order, top_order = (np.unique(np.concatenate(some), return_index=True)[1] for some in (rows, top_rows))
-        in_order = {quantity: of_tokens[order] for quantity, of_tokens in joined(values).items()}
+        of_top = self.token_measure.of_top_positions
+        in_order = {
+            quantity: by_row[top_order if quantity.name in of_top else order]
+            for quantity, by_row in joined(values).items()
+        }
         return in_order, joined_top(top).at(top_order)
 
     def _against(self, name: str, part: int) -> list[Baseline]:

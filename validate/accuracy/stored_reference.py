@@ -49,7 +49,7 @@ class StoredReference:
     @property
     def token_measure(self) -> TokenMeasure:
         """Measure with NumPy, against the stored likeliest tokens."""
-        return TokenMeasure(self._measure, self.top_positions)
+        return TokenMeasure(self._measure, self.top_positions, frozenset({LEAST, MOST, REST, SAME}))
 
     def _measure(
         self, logits: Logits, batch: WindowBatch, baselines: Sequence[Baseline], write: Writer | None

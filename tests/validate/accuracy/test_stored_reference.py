@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fp8q.calibrate.measure.scoring import log_softmax_of_array
 from fp8q.calibrate.text.evaluation import Evaluation, cut
 from fp8q.core.reporter import SILENT
+from fp8q.validate.accuracy import compare, top_logits
 from fp8q.validate.accuracy.compare import Outcome, compare_in_turn
 from fp8q.validate.accuracy.stored_reference import StoredReference, against_stored
 from fp8q.validate.accuracy.top_divergence import bounded_kl
@@ -76,6 +77,31 @@ def test_without_torch_a_runtime_has_the_numbers_that_torch_gives(prompt: int | 
     assert distance.kl_nats.mean > 0.8 * expected.kl_mean_nats
     assert distance.top1_agreement == pytest.approx(expected.top1_agreement)
     assert (row.stored.positions, row.kl_mean_nats) == (int(evaluation.scored.sum()), None)
+
+
+@pytest.mark.parametrize("windows", [1, 3, 20])
+def test_likeliest_tokens_of_some_windows_are_held_against_those(
+    windows: int, evaluation: Evaluation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five of twenty windows keep theirs: in batches of which some have none, the distances are those windows' own."""
+    context = evaluation.ids.shape[1]
+    monkeypatch.setattr(top_logits, "MOST_TOKENS", 5 * context)
+    monkeypatch.setattr(compare, "LOGITS_BYTES", windows * 4 * context * VOCABULARY)
+    base, other = tables()
+    opener = {"bf16": lambda: lambda ids: torch.from_numpy(base[ids])}
+    reference = stored(evaluation, compare_in_turn(evaluation, opener, VOCABULARY, tmp_path / "torch", SILENT))
+    arrays = {"other": lambda: lambda ids: other[ids]}
+    alone = compare_in_turn(evaluation, arrays, VOCABULARY, tmp_path / "numpy", SILENT, reference.token_measure)
+    distance = against_stored(alone, reference)["other"].stored
+    assert distance is not None
+    p, q = (log_softmax_of_array(table) for table in (base, other))
+    read = evaluation.ids[:, :-1][positions_to_keep(evaluation)[:, 1:]]
+    divergence = (np.exp(p) * (p - q)).sum(axis=1)[read].mean()
+    row = distance.runtimes["bf16"]
+    assert row.kl_nats.mean <= divergence * (1 + 1e-5) <= row.kl_most_nats
+    assert row.kl_nats.mean > 0.8 * divergence
+    assert row.top1_agreement == pytest.approx((p.argmax(axis=1) == q.argmax(axis=1))[read].mean())
+    assert 0 < distance.positions < evaluation.scored.sum() / 3
 
 
 def test_a_runtime_that_is_the_stored_one_is_at_no_distance(evaluation: Evaluation, tmp_path: Path) -> None:
