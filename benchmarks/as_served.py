@@ -33,8 +33,9 @@ from fp8q.quantize.reading.run_checkpoint import vocabulary_size
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
-from fp8q.validate.accuracy.as_served import PartForward, served, torch_start
-from fp8q.validate.accuracy.runtimes import decoding_float_model, decoding_reference
+from fp8q.validate.accuracy.as_served import served, torch_start
+from fp8q.validate.accuracy.compare import AnyForward
+from fp8q.validate.accuracy.runtimes import decoding_float_model, open_fast_reference
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,11 @@ RECIPES = (
 )
 
 
-def ours(run: Run, prompt: int) -> Iterator[tuple[str, PartForward]]:
+def ours(run: Run, prompt: int) -> Iterator[tuple[str, AnyForward]]:
     """Each of our recipes, made of the one measured run."""
     for recipe in RECIPES:
         scales(run.root, RescaleOptions(activation_terms=recipe.terms, weight_rounding=recipe.rounding))
-        yield recipe.name, decoding_reference(run, "cpu", prompt)
+        yield recipe.name, open_fast_reference(run, "cpu", prompt)
 
 
 def measure(texts: ModelTexts, options: argparse.Namespace) -> dict[str, float]:
@@ -73,7 +74,7 @@ def measure(texts: ModelTexts, options: argparse.Namespace) -> dict[str, float]:
         evaluation = cut(tokens, Path(texts.eval_data).name, context, context, prompt=prompt)
         exact, rows = decoding_float_model(source, torch.float32, "cpu", prompt), {}
 
-        def add(name: str, forward: PartForward) -> None:
+        def add(name: str, forward: AnyForward) -> None:
             rows[name] = kl(evaluation, exact, {name: forward}, size)[name]
             print(f"{texts.name}: {name}: {rows[name]}", file=sys.stderr, flush=True)
 

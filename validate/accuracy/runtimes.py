@@ -32,7 +32,7 @@ from ...quantize.reference.linear import Mode
 from ...serve.loop.sessions import Pace
 from ...serve.loop.step_logits import HostLogits
 from .as_served import PartForward, Start, in_groups, served, torch_start
-from .compare import FLOAT32, Forward, Opener, Workplace, compare_in_turn
+from .compare import FLOAT32, AnyForward, Forward, Opener, Workplace, compare_in_turn
 from .document import RuntimeAccuracy, with_adapter
 from .session_logits import session_opener
 from .top_logits import TopLogits
@@ -94,12 +94,18 @@ def reference(run: Run, device: str, adapter: str | None = None, first_terms: bo
     return logits_of(_fast_reference(run, device, adapter, first_terms))
 
 
-def decoding_reference(
-    run: Run, device: str, prompt: int, adapter: str | None = None, first_terms: bool = False
-) -> PartForward:
-    """Return the function that computes logits behind a `prompt` by the FP8 reference, loaded as `reference` has it."""
-    loaded = _fast_reference(run, device, adapter, first_terms)
+def logits_behind(loaded: Reference, prompt: int | None) -> AnyForward:
+    """Return the function that computes logits of windows by `loaded`, behind a `prompt` where there is one."""
+    if prompt is None:
+        return logits_of(loaded)
     return decoding(torch_start(loaded.model, loaded.new_cache), prompt)
+
+
+def open_fast_reference(
+    run: Run, device: str, prompt: int | None, adapter: str | None = None, first_terms: bool = False
+) -> AnyForward:
+    """Load the FP8 reference as `reference` has it, for windows behind a `prompt` where there is one."""
+    return logits_behind(_fast_reference(run, device, adapter, first_terms), prompt)
 
 
 def _fast_reference(
@@ -172,9 +178,7 @@ def open_one_term(asked: Loading) -> Opener:
 
 
 def _reference_opener(asked: Loading, *, first_terms: bool) -> Opener:
-    if asked.prompt is None:
-        return partial(reference, asked.run, asked.device, asked.adapter, first_terms)
-    return partial(decoding_reference, asked.run, asked.device, asked.prompt, asked.adapter, first_terms)
+    return partial(open_fast_reference, asked.run, asked.device, asked.prompt, asked.adapter, first_terms)
 
 
 def _float_opener(asked: Loading, dtype: torch.dtype | None) -> Opener:
