@@ -75,7 +75,7 @@ def compared(plan: list[PlannedStage], run: Run) -> dict[str, Any]:
             "memory_ratio": stage.memory / peak,
         }
     disk = sum(path.stat().st_size for path in run.root.rglob("*") if path.is_file())
-    leaving = sum(stage.disk for stage in plan if stage.name != "validate" and stage.name in rows)
+    leaving = sum(stage.disk - stage.freed for stage in plan if stage.name in rows)
     highest = max(row["peak_memory_bytes"] for row in rows.values())
     ratios = {
         "seconds": planned_seconds / real_seconds,

@@ -38,6 +38,7 @@ PARTS: Mapping[str, str] = {
     },
     "distill_memory": "distill_memory.py",
     "rounding_launches": "rounding_launches.py --models 8B",
+    "rounding_launches_70b": "rounding_launches.py --models 70B",
     "memory_sequential": "memory.py --layers 2 7 --width 1024 --weight-rounding sequential",
     **{
         name: f"{name}.py"

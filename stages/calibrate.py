@@ -26,7 +26,7 @@ from .first_tokens import weigh_first_tokens
 from .measure import check_batches, check_experts, measure, take_part
 from .pipeline.stage import Notes
 from .pipeline.stages import MEASURE
-from .quantize import quantize, rescaled
+from .quantize import KnownCodes, quantize, rescaled, take_part_in_rounding
 from .shared import sources
 from .shared.adapters import adapters_of, check_attention
 from .shared.model_files import export_options
@@ -69,7 +69,7 @@ def without_idle_graph(what: Calibration, notes: Notes) -> Calibration:
 def calibrate(run: Run, notes: Notes, what: Calibration) -> Run:
     """Measure, choose scales, and write checkpoint and graphs into `run`.
 
-    In several processes that torchrun started, all measure and the first alone does the rest.
+    In several processes that torchrun started, all measure and round by GPTQ, and the first alone does the rest.
     """
     what = without_idle_graph(what, notes)
     options = what.options.calibrate
@@ -78,6 +78,9 @@ def calibrate(run: Run, notes: Notes, what: Calibration) -> Run:
             _take_part(run, what, notes, world)
         else:
             source, gemms = _measured(run, what, notes, world)
+            if not options.batches:
+                _chosen_and_quantized(run, what, (source, gemms), notes, world)
+            world.gathered({})  # the other ranks have nothing more to round
     if world.rank:
         WorkFolder(run.root, MEASURE.name, world.rank).leave()
     elif options.batches:
@@ -87,15 +90,24 @@ def calibrate(run: Run, notes: Notes, what: Calibration) -> Run:
             "other batches and goes on"
         )
     else:
-        chosen = what.later.chosen_options(run) if what.later else options
-        held = tuple(f"{layer}." for layer in load_record(run).experts or {})
-        experts = [module for module in check_patterns(chosen, gemms) if module.startswith(held)]
-        chosen = experts_as_served(chosen, options.server, experts, notes)
-        if chosen != options:
-            gemms = sources.gemms_of(source, chosen)
-        _quantized(run, source, gemms, chosen, notes, options.stream)
         export_or_note(run, what.options.export, notes)
     return run
+
+
+def _chosen_and_quantized(
+    run: Run, what: Calibration, model: tuple[Source, ModelGemms], notes: Notes, world: World
+) -> None:
+    """Choose scales and write the checkpoint, with the options that later stages have found."""
+    source, gemms = model
+    options = what.options.calibrate
+    chosen = what.later.chosen_options(run) if what.later else options
+    held = tuple(f"{layer}." for layer in load_record(run).experts or {})
+    experts = [module for module in check_patterns(chosen, gemms) if module.startswith(held)]
+    chosen = experts_as_served(chosen, options.server, experts, notes)
+    if chosen != options:
+        gemms = sources.gemms_of(source, chosen)
+    _prepare_scales(run, source, gemms, chosen, notes, options.stream)
+    quantize(run, source, gemms, chosen, notes, KnownCodes(world=world))
 
 
 def experts_as_served(
@@ -114,10 +126,11 @@ def experts_as_served(
 
 
 def _take_part(run: Run, what: Calibration, notes: Notes, world: World) -> None:
-    """Measure, as a rank above 0, the share that rank 0 assigns."""
+    """Measure and round, as a rank above 0, the shares that rank 0 assigns."""
     source = sources.opened(what.model, what.options.calibrate, fingerprinted=world.process.local_rank == 0)
     sources.check_same(source, world)
     take_part(run, source, world, notes)
+    take_part_in_rounding(run, source, world)
 
 
 def _measured(run: Run, what: Calibration, notes: Notes, world: World) -> tuple[Source, ModelGemms]:
@@ -193,16 +206,16 @@ def scales(run: Run, notes: Notes, options: RescaleOptions) -> Run:
     measured = load_record(run).corpus
     if remark := few_tokens_note(gemms, chosen, measured.windows, measured.seq_len):
         notes.note(remark)
-    _quantized(run, source, gemms, chosen, notes)
+    _prepare_scales(run, source, gemms, chosen, notes)
+    quantize(run, source, gemms, chosen, notes)
     export_or_note(run, graph, notes)
     return run
 
 
-def _quantized(
+def _prepare_scales(
     run: Run, source: Source, gemms: ModelGemms, options: ScaleOptions, notes: Notes, stream: bool | None = None
 ) -> None:
-    """Choose scales and write the checkpoint, after all that these options need to be known first."""
+    """Measure all that these options need to be known before scales are chosen."""
     choose_costliest(run, source, gemms, options, notes)
     if options.needs_moments:
         weigh_first_tokens(run, source, options, notes, stream)
-    quantize(run, source, gemms, options, notes)

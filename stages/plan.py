@@ -6,17 +6,19 @@ is a constant. A disk without the room for all stages together is refused here, 
 """
 
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ..calibrate.model.source import Source
 from ..calibrate.text.evaluation import Evaluation
 from ..core.columns import duration, size
 from ..core.errors import InputError
+from ..core.reporter import SILENT
 from ..core.run import Run
 from ..export.engine.build import resolve
 from ..options import RUNTIMES, WITHOUT_GRAPH, RunOptions, ScaleOptions
 from ..validate.accuracy.compare import BASELINES, windows_at_once
+from ..validate.accuracy.runtimes import held_type
 from .corpus import Collected
 from .costliest import WINDOWS as COSTLIEST_WINDOWS
 from .cpu_time import STEP_TOKENS
@@ -27,6 +29,7 @@ from .pipeline.stages import VALIDATE
 from .plan_rates import LIBRARY_BYTES, Rates, measured_rates
 from .preflight import directory_above
 from .sensitivity import COPIES, GRADIENT_PASSES, WHOLE_BYTES
+from .validate_runtimes import go_by_layer
 
 #: Seconds of a quiet machine in which a stage ends whatever the model is: it loads libraries, and hashes and writes
 #: files. The trace of a graph takes some for each decoder layer besides, and an engine's building for each byte.
@@ -39,6 +42,8 @@ REPORT_SECONDS = 8.0
 SEARCH_CANDIDATES = 4
 #: The passes of a forward and backward run for the first tokens' weights, in forward passes.
 FIRST_TOKEN_PASSES = 3.0
+#: The files of hidden states of `--weight-rounding sequential`.
+SEQUENTIAL_FILES = 4
 #: The bytes of a number of the model in FP32, and in ONNX Runtime, which holds what it folds besides.
 FP32_BYTES = 4
 ONNX_BYTES = 8
@@ -47,7 +52,8 @@ ONNX_BYTES = 8
 @dataclass(frozen=True)
 class PlannedStage:
     """A stage's `seconds`, the peak of its memory, and the disk that it takes, for a time or for good, in bytes;
-    `options`: those that change them. `if_needed`: only where one code an activation loses too much.
+    `options`: those that change them. `if_needed`: only where one code an activation loses too much. `freed`: the bytes
+    of the disk that are free again when it ends; `spare`: those of them that it takes only where they are free.
     """
 
     name: str
@@ -56,6 +62,8 @@ class PlannedStage:
     disk: float
     options: str
     if_needed: bool = False
+    freed: float = 0.0
+    spare: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -109,29 +117,27 @@ def stages_of(plan: Planned) -> Iterator[PlannedStage]:
     scales = plan.scales
     yield _calibration(plan)
     if scales.bf16_weights:
+        by_layer = COPIES * rates.weight_bytes > WHOLE_BYTES
+        backward = rates.backward_bytes(COSTLIEST_WINDOWS * plan.window, by_layer)
         yield PlannedStage(
             "costliest weights",
             2 * plan.begin + rates.scaling * rates.numbers + plan.gradients(GRADIENT_PASSES * COSTLIEST_WINDOWS),
-            rates.base_bytes + rates.gradient_bytes(plan.window, COPIES * rates.weight_bytes > WHOLE_BYTES),
-            rates.streamed_bytes(COSTLIEST_WINDOWS * plan.window),
+            rates.base_bytes + rates.gradient_bytes(plan.window, by_layer),
+            rates.checkpoint_bytes + backward,
             "--bf16-weights 0",
+            freed=backward,
         )
     if scales.weigh_first_token and plan.outlook.moments:
+        backward = rates.backward_bytes(FIRST_TOKEN_WINDOWS * plan.window, plan.outlook.stream)
         yield PlannedStage(
             "first tokens",
             plan.begin + plan.gradients(FIRST_TOKEN_PASSES * FIRST_TOKEN_WINDOWS),
             rates.base_bytes + rates.gradient_bytes(plan.window, plan.outlook.stream),
-            rates.streamed_bytes(FIRST_TOKEN_WINDOWS * plan.window),
+            backward,
             "--no-weigh-first-token",
+            freed=backward,
         )
-    rounding = rates.compensated if scales.needs_moments else 0.0
-    yield PlannedStage(
-        "scales and checkpoint",
-        rates.pace * BEGIN_SECONDS + rates.scaling * rates.numbers + rounding,
-        rates.base_bytes + rates.weight_bytes,
-        rates.checkpoint_bytes,
-        "--weight-rounding",
-    )
+    yield _checkpoint(plan)
     if plan.outlook.graph:
         yield from _engines(plan)
     validation = _validation(plan)
@@ -141,15 +147,41 @@ def stages_of(plan: Planned) -> Iterator[PlannedStage]:
     yield PlannedStage("report", rates.pace * REPORT_SECONDS, rates.base_bytes, 0.0, "")
 
 
+def _checkpoint(plan: Planned) -> PlannedStage:
+    """Plan scales and rounding; the checkpoint that costliest weights are chosen by lies there until it ends."""
+    rates = plan.rates
+    scales = plan.scales
+    rounding = rates.compensated if scales.needs_moments else 0.0
+    work = 0.0
+    if scales.weight_rounding == "sequential":
+        work = FP32_BYTES * SEQUENTIAL_FILES * plan.tokens * rates.hidden + rates.numbers
+    before = rates.checkpoint_bytes if scales.bf16_weights else 0.0
+    return PlannedStage(
+        "scales and checkpoint",
+        rates.pace * BEGIN_SECONDS + rates.scaling * rates.numbers + rounding,
+        rates.base_bytes + rates.weight_bytes,
+        rates.checkpoint_bytes + work,
+        "--weight-rounding",
+        freed=work + before,
+    )
+
+
 def _calibration(plan: Planned) -> PlannedStage:
     rates = plan.rates
     token = rates.observed
-    disk = rates.streamed_bytes(plan.tokens)
+    hidden = rates.streamed_bytes(plan.tokens)
+    disk = hidden
     if plan.outlook.moments:
         token += rates.moments
-        disk += FP32_BYTES * sum(width * width for width in rates.inputs)
+        disk += _moments_bytes(rates)
     memory = rates.base_bytes + rates.weight_bytes + plan.options.calibrate.batch_size * rates.window_bytes
-    return PlannedStage("calibrate", plan.begin + plan.tokens * token, memory, disk, "--samples, --seq-len")
+    seconds = plan.begin + plan.tokens * token
+    return PlannedStage("calibrate", seconds, memory, disk, "--samples, --seq-len", freed=hidden)
+
+
+def _moments_bytes(rates: Rates) -> float:
+    """The bytes of the second moments of all inputs."""
+    return float(FP32_BYTES * sum(width * width for width in rates.inputs))
 
 
 def _engines(plan: Planned) -> Iterator[PlannedStage]:
@@ -173,13 +205,16 @@ def _search(plan: Planned, validation: PlannedStage) -> PlannedStage:
     few = SEARCH_CANDIDATES * FEW_WINDOWS * min(plan.window, FEW_CONTEXT)
     candidates = few * (rates.reference + rates.scoring) + SEARCH_CANDIDATES * rates.scaling * rates.numbers
     predicted = plan.gradients(GRADIENT_PASSES * PREDICTED_WINDOWS)
+    gathered = 0.0 if plan.outlook.moments else _moments_bytes(rates)
+    work = rates.backward_bytes(PREDICTED_WINDOWS * plan.window, plan.outlook.stream) + rates.numbers
     return PlannedStage(
         "search of a form",
         predicted + candidates + rates.compensated + validation.seconds,
         rates.base_bytes + rates.gradient_bytes(plan.window, plan.outlook.stream),
-        0.0,
+        rates.checkpoint_bytes + gathered + work,
         "--form FORM",
         if_needed=True,
+        freed=rates.checkpoint_bytes + work,
     )
 
 
@@ -205,28 +240,55 @@ def _validation(plan: Planned) -> PlannedStage:
     if "fp32" in names:
         weights = max(weights, FP32_BYTES * rates.parameters)
     stored = len([name for name in names if name in BASELINES])
+    logits = 2.0 * stored * plan.evaluation.protocol.tokens * vocabulary
+    hidden = _validated_hidden_bytes(plan, names, windows * context)
     return PlannedStage(
         VALIDATE.name,
         seconds,
         rates.base_bytes + weights + FP32_BYTES * context * vocabulary,
-        2.0 * stored * plan.evaluation.protocol.tokens * vocabulary,
+        logits + hidden,
         "--max-tokens, --runtimes",
+        freed=logits + hidden,
+        spare=logits,
     )
 
 
+def _validated_hidden_bytes(plan: Planned, names: Sequence[str], tokens: int) -> float:
+    """The bytes of the hidden states of the runtimes `names` that go layer by layer, in two files each."""
+    in_torch = [name for name in names if name in WITHOUT_GRAPH]
+    options = replace(plan.options.validate, as_served=plan.evaluation.protocol.prompt)
+    if not in_torch or not go_by_layer(in_torch, lambda: plan.source, options, Notes(SILENT)):
+        return 0.0
+    numbers = sum(held_type(name, plan.source).itemsize for name in in_torch)
+    return float(2 * numbers * tokens * plan.rates.hidden)
+
+
 def check_free_disk(run: Run, stages: Sequence[PlannedStage]) -> None:
-    """Raise InputError where the disk of `run` has no room for all that the stages leave there."""
+    """Raise InputError where the disk of `run` has no room for a stage beside all that those before it leave there.
+
+    What is taken only where it is free, and a search that may not be needed, are not counted.
+    """
     free = shutil.disk_usage(directory_above(run)).free
-    leaving = [stage for stage in stages if stage.name != VALIDATE.name]  # which makes do with what is free
-    largest = max(leaving, key=lambda stage: stage.disk)
-    needed = sum(stage.disk for stage in leaving)
+    certain = [stage for stage in stages if not stage.if_needed]
+    largest = max(certain, key=lambda stage: stage.disk - stage.spare)
+    needed = disk_needed(replace(stage, disk=stage.disk - stage.spare) for stage in certain)
     if needed > free:
         raise InputError(
             run.root,
             f"has {size(free)} free, and the stages take {size(needed)}, most of it {largest.name} "
-            f"({size(largest.disk)})",
+            f"({size(largest.disk - largest.spare)})",
             "free some, or name another with --out" + (f", or change {largest.options}" if largest.options else ""),
         )
+
+
+def disk_needed(stages: Iterable[PlannedStage]) -> float:
+    """The most that `stages` take of the disk at a time, in bytes."""
+    needed = 0.0
+    left = 0.0
+    for stage in stages:
+        needed = max(needed, left + stage.disk)
+        left += stage.disk - stage.freed
+    return needed
 
 
 def lines_of(stages: Sequence[PlannedStage]) -> Iterator[str]:
@@ -241,7 +303,7 @@ def lines_of(stages: Sequence[PlannedStage]) -> Iterator[str]:
     certain = [stage for stage in stages if not stage.if_needed]
     seconds = duration(sum(stage.seconds for stage in certain))
     memory = size(max(stage.memory for stage in certain))
-    disk = size(sum(stage.disk for stage in certain))
+    disk = size(disk_needed(certain))
     yield f"plan: all: {seconds}, {memory} of memory, {disk} of disk, by a few tokens and GEMMs that were measured here"
 
 

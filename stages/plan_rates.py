@@ -95,6 +95,12 @@ class Rates:
         """The bytes of hidden states of so many tokens on the disk, where the model goes layer by layer."""
         return 2.0 * 2 * tokens * self.hidden if self.streamed else 0.0
 
+    def backward_bytes(self, tokens: int, by_layer: bool) -> float:
+        """The bytes on the disk of a pass forward and back of so many tokens that goes `by_layer`: what enters each
+        layer, and what leaves the last, and two files of gradients, in FP32.
+        """
+        return 4.0 * (self.layers + 3) * tokens * self.hidden if by_layer else 0.0
+
     def gradient_bytes(self, window: int, by_layer: bool) -> float:
         """The memory of a pass forward and back in FP32, beside two tables of logits: the weights and their codes, or
         the output head alone.

@@ -13,12 +13,15 @@ from ..calibrate.measure.moments import FIRST
 from ..calibrate.measure.statistics import Statistics, load_arrays, load_statistics
 from ..calibrate.model.gemms import attention_heads
 from ..calibrate.model.source import Source
+from ..calibrate.ranks.world import World
 from ..core.errors import InputError
-from ..core.files import replacing, write_document
+from ..core.files import disk_errors, replacing, write_document
+from ..core.output_folder import WorkFolder
 from ..core.run import Run
 from ..export.graph.reuse import carry_graphs
 from ..options import BF16, BLOCK, RescaleOptions, ScaleOptions, WeightRounding
 from ..quantize.checkpoint.hf_layout import hf_layout_of
+from ..quantize.checkpoint.rounding_ranks import round_in_ranks, round_share
 from ..quantize.checkpoint.writer import quantize_checkpoint
 from ..quantize.codes.blocks import SIDE
 from ..quantize.reading.codecs import CODECS
@@ -61,14 +64,30 @@ from .shared.model_files import has_graphs
 @dataclass(frozen=True)
 class KnownCodes:
     """Codes that are there already. `learned`: those that `fp8q distill` learned from these scales are taken, where
-    there are any. `rounded`: a folder of this run's codes by GPTQ, which are read from there and added.
+    there are any. `rounded`: a folder of this run's codes by GPTQ, which are read from there and added. `world`: ranks
+    that round by GPTQ together.
     """
 
     learned: bool = True
     rounded: Path | None = None
+    world: World | None = None
+
+    @property
+    def in_ranks(self) -> World | None:
+        """The ranks, where there are several."""
+        return self.world if self.world and self.world.size > 1 else None
 
 
 ALL_LEARNED = KnownCodes()
+
+
+def take_part_in_rounding(run: Run, source: Source, world: World) -> None:
+    """Round by GPTQ, on a rank above 0, the weights that rank 0 assigns, until it has its last codes."""
+    work = WorkFolder(run.root, QUANTIZE.name, world.rank)
+    with disk_errors(run.root):
+        while round_share(world, source, work.path, device()):
+            pass
+    work.leave()
 
 
 def quantize(
@@ -103,9 +122,15 @@ def quantize(
         heads = attention_heads(source.text_config)["q"] if options.kv_scale == "head" else None
         scales = scales.model_copy(update={"queries": query_scales(queries, options.clip, heads)})
     with QUANTIZE.writing(run, key, notes) as log:
-        codes = CachedCodes(known.rounded) if known.rounded else None
-        with _rounding(run, source, scales, key, notes, codes) as rounding, replacing(run.model) as partial:
+        with (
+            _stored_codes(run, key, notes, known) as codes,
+            _rounding(run, source, scales, key, notes, codes) as rounding,
+            replacing(run.model) as partial,
+        ):
             layout = hf_layout_of(source, scales, gemms.no_graph, CODECS[options.layout])
+            for by_gptq in rounding.sources:
+                if known.in_ranks and isinstance(by_gptq, GptqCodes):
+                    round_in_ranks(known.in_ranks, source, by_gptq, layout.axes, scales.modules, device())
             weights = quantize_checkpoint(source, partial, scales, rounding, layout, notes)
             if exported:
                 carry_graphs(run, partial)
@@ -258,6 +283,20 @@ def _inputs(run: Run, options: ScaleOptions) -> dict[str, str]:
     if options.weighs_first_token:
         inputs |= stages["first-tokens"].outputs
     return inputs
+
+
+@contextmanager
+def _stored_codes(
+    run: Run, key: Key[ScaleOptions, QuantizeFacts], notes: Notes, known: KnownCodes
+) -> Iterator[CachedCodes | None]:
+    """Open the codes by GPTQ that are `known`, or those that ranks round, where a killed call goes on; None without."""
+    if known.rounded:
+        yield CachedCodes(known.rounded)
+    elif known.in_ranks and key.options.weight_rounding == "gptq":
+        with QUANTIZE.working(run, key, notes) as folder:
+            yield CachedCodes(folder)
+    else:
+        yield None
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Run evaluation windows through the runtimes that `fp8q validate` names, some of which need torch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -100,7 +100,7 @@ def opening(tokens: Evaluation, options: ValidateOptions, notes: Notes) -> Openi
     def opened(names: tuple[str, ...], asked: Loading, folder: Path) -> Iterator[Mapping[str, Opener]]:
         made = openers(names, asked)
         in_torch = [name for name in made if name in WITHOUT_GRAPH]
-        if not in_torch or not _by_layer(in_torch, asked, options, notes):
+        if not in_torch or not go_by_layer(in_torch, asked.source, options, notes):
             yield made
             return
         try:
@@ -139,13 +139,13 @@ def _layered(
         yield streamed
 
 
-def _by_layer(names: Sequence[str], asked: Loading, options: ValidateOptions, notes: Notes) -> bool:
-    """Tell whether the runtimes `names` of torch go layer by layer: as `options` say, or where memory does not hold the
-    largest of them. Windows that are decoded, and accumulators, need whole models.
+def go_by_layer(names: Sequence[str], opened: Callable[[], Source], options: ValidateOptions, notes: Notes) -> bool:
+    """Tell whether the runtimes `names` of torch go layer by layer, of the source `opened`: as `options` say, or
+    where memory does not hold the largest of them. Windows that are decoded, and accumulators, need whole models.
     """
     if options.as_served is not None or options.accumulator:
         return False
-    source = asked.source()
+    source = opened()
     sizes = {name: held_type(name, source).itemsize for name in names}
     largest = max(sizes, key=lambda name: sizes[name])
     need = LayersNeed(weight_bytes(source) // 2 * sizes[largest], f"{largest} takes {{}}", "validating")

@@ -92,6 +92,7 @@ def llama_on_one_gpu() -> str:
     flop = [2 * model.parameters * count for count in tokens]
     moments = 4 * model.layers * (3 * model.width**2 + model.inner**2)
     counted = load("rounding_launches")["models"]["8B"]
+    larger = load("rounding_launches_70b")["models"]["70B"]
     mse = load("weight_mse")["results"][0]["ours_s_per_billion"] * (model.parameters - model.wide) / 1e9
     rows = [
         ["tokens T", "windows · length", *(f"{count:,}" for count in tokens)],
@@ -116,6 +117,12 @@ def llama_on_one_gpu() -> str:
             *[took(counted["bound_s"])] * 2,
         ],
         ["`gptq`: memory of the GPU at most, beside the model's", "counted", *[gb(counted["peak_bytes"])] * 2],
+        [
+            "`gptq` of a 70B: rounding, one H100 SXM's ceilings",
+            f"FLOP, bytes and {larger['launches']:,} launches, counted",
+            *[took(larger["bound_s"])] * 2,
+        ],
+        ["`gptq` of a 70B: memory of the GPU at most", "counted", *[gb(larger["peak_bytes"])] * 2],
     ]
     return table(["what", "formula", *WINDOWS], rows)
 

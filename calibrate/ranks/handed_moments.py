@@ -8,20 +8,14 @@ A rank keeps what it handed on until the next rank has ended that layer. So rank
 which layer, and gets the sums of the layers before its own again.
 """
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from ...core.errors import InputError
 from ..measure.moments import SecondMoments
+from .sent_files import FileChannel
 from .world import World
-
-#: Bytes of a message.
-MESSAGE_BYTES = 1 << 28
 
 
 class HandedMoments(SecondMoments):
@@ -43,7 +37,7 @@ class HandedMoments(SecondMoments):
         Raises InputError where that is lost.
         """
         self._batches = batches
-        self._pairs = self.world.paired()
+        self._pairs = self.world.paired([(rank, rank + 1) for rank in range(self.world.size - 1)])
         steps = [int(other["step"]) for other in self.world.gathered({"step": step})]
         if self.world.rank == 0:
             return
@@ -69,7 +63,8 @@ class HandedMoments(SecondMoments):
         shutil.rmtree(received, ignore_errors=True)
         received.mkdir()
         if self.world.rank + 1 < self.world.size:
-            self._receive(received)
+            behind = FileChannel(self.world, self._pairs[self.world.rank], self.world.rank + 1)
+            behind.receive(received)
         self.go_on(received, self._batches)
 
     def close(self) -> list[str]:
@@ -85,28 +80,5 @@ class HandedMoments(SecondMoments):
 
     def _hand_on(self, folder: Path) -> None:
         """Send the files in `folder` to the rank before this one, in number."""
-        files = sorted(folder.glob("*.npy"))
-        header = json.dumps({file.name: file.stat().st_size for file in files}).encode()
-        self._send(torch.tensor([len(header)]))
-        self._send(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        for file in files:
-            self._send(torch.from_numpy(np.memmap(file, np.uint8, "c")))
-
-    def _send(self, values: torch.Tensor) -> None:
-        for part in values.split(MESSAGE_BYTES):
-            self.world.broadcast(part, self.world.rank, self._pairs[self.world.rank - 1])
-
-    def _receive(self, folder: Path) -> None:
-        """Write the files that the rank behind this one sends into `folder`."""
-        size = self._received(torch.empty(1, dtype=torch.int64))
-        header = self._received(torch.empty(int(size), dtype=torch.uint8))
-        sizes: dict[str, Any] = json.loads(header.numpy().tobytes())
-        for name, bytes_of_file in sizes.items():
-            file = np.memmap(folder / name, np.uint8, "w+", shape=(int(bytes_of_file),))
-            self._received(torch.from_numpy(file))
-            file.flush()
-
-    def _received(self, values: torch.Tensor) -> torch.Tensor:
-        for part in values.split(MESSAGE_BYTES):
-            self.world.broadcast(part, self.world.rank + 1, self._pairs[self.world.rank])
-        return values
+        before = FileChannel(self.world, self._pairs[self.world.rank - 1], self.world.rank - 1)
+        before.send(sorted(folder.glob("*.npy")))

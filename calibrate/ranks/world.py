@@ -85,10 +85,9 @@ class World:
         first, end = (len(batches) * place // self.size for place in (turn, turn + 1))
         return list(batches[first:end])
 
-    def paired(self) -> list[Any]:
-        """Make a process group of each rank and the next, in the order of ranks; a collective."""
-        pairs = [[rank, rank + 1] for rank in range(self.size - 1)]
-        return [self._dist.new_group(pair, timeout=COLLECTIVE, backend="gloo") for pair in pairs]
+    def paired(self, pairs: Sequence[tuple[int, int]]) -> list[Any]:
+        """Make a process group of each of `pairs` of ranks, in their order; a collective."""
+        return [self._dist.new_group([*pair], timeout=COLLECTIVE, backend="gloo") for pair in pairs]
 
     def broadcast(self, values: torch.Tensor, source: int, group: Any) -> None:
         """Send `values`, on the CPU, from the rank `source` to the others of `group`, into theirs."""

@@ -355,8 +355,9 @@ class Compensations:
         self.first = first
         self.lost = lost
         self.unknown = unknown
-        self._weights = weights
-        self._experts = tuple(f"{layer}." for layer in experts)
+        self.first_tokens = weights
+        self.experts = experts
+        self._inside = tuple(f"{layer}." for layer in experts)
         self._of_group = lru_cache(maxsize=2)(self._load)  # shrunk ones are of one module, and read once
 
     def get(self, module: str, device: str = "cpu") -> Compensation | None:
@@ -365,7 +366,7 @@ class Compensations:
         """
         if module in self.unknown:
             return None
-        return self._of_group(self.first.get(module, module), self.lost[module], self._weights.get(module), device)
+        return self._of_group(self.first.get(module, module), self.lost[module], self.first_tokens.get(module), device)
 
     def shrunk(self, module: str, device: str = "cpu") -> Compensation | None:
         """The compensation by shrunk moments of an expert's `module` whose moments are of the expert's tokens alone;
@@ -378,7 +379,7 @@ class Compensations:
 
     def judges(self, module: str) -> bool:
         """Tell whether the codes of `module` are judged by held-out tokens: those of experts are."""
-        return module.startswith(self._experts)
+        return module.startswith(self._inside)
 
     def held_out(self, module: str) -> torch.Tensor | None:
         """Held-out tokens of the input of an expert's `module`, BF16 [tokens, in]; None where there are none."""

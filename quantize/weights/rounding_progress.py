@@ -71,6 +71,14 @@ class CachedCodes(Rounded):
     that they depend on is the run's.
     """
 
+    def has(self, module: str, lost: float) -> bool:
+        """Tell whether there are codes of `module` for an input that loses the share `lost`."""
+        return self._file(f"{module}-{lost!r}").is_file()
+
+    def files(self) -> list[Path]:
+        """The files of all codes."""
+        return sorted(self.folder.glob("*.safetensors"))
+
     def of_input(self, module: str, lost: float) -> JudgedCodes | None:
         """The codes of `module` for an input that loses the share `lost`; None where there are none."""
         return self.judged(f"{module}-{lost!r}")

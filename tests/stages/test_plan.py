@@ -17,7 +17,7 @@ from fp8q.stages import plan as stage
 from fp8q.stages import run as running
 from fp8q.stages.corpus import Collected, Opening
 from fp8q.stages.pipeline.stage import Notes
-from fp8q.stages.plan import Outlook, Planned, PlannedStage, lines_of, stages_of
+from fp8q.stages.plan import Outlook, Planned, PlannedStage, disk_needed, lines_of, stages_of
 from fp8q.stages.plan_rates import Rates
 from fp8q.stages.run import Following
 
@@ -34,9 +34,15 @@ def collected(windows: int, evaluated: int) -> Collected:
     return Collected(ids, np.zeros(evaluated, np.int64), ("a", "b"), [], api.CalibrateOptions(), Opening(bos="never"))
 
 
-def planned(demo_checkpoint: Path, moments: bool = False, **options: Any) -> dict[str, PlannedStage]:
-    asked = RunOptions(calibrate=api.CalibrateOptions(batch_size=2, **options))
-    evaluation = cut(np.zeros(16, np.int64), "b", 8, 8)
+def planned(
+    demo_checkpoint: Path,
+    moments: bool = False,
+    validate: api.ValidateOptions = api.ValidateOptions(),
+    prompt: int | None = None,
+    **options: Any,
+) -> dict[str, PlannedStage]:
+    asked = RunOptions(calibrate=api.CalibrateOptions(batch_size=2, **options), validate=validate)
+    evaluation = cut(np.zeros(16, np.int64), "b", 8, 8, prompt=prompt)
     plan = Planned(
         open_source(str(demo_checkpoint)), asked, collected(3, 16), evaluation, Outlook(False, moments, False), RATES
     )
@@ -57,6 +63,39 @@ def test_times_are_tokens_times_what_a_token_takes(demo_checkpoint: Path) -> Non
     assert with_moments["calibrate"].disk == 4 * (3 * 3 + 4 * 4)
     assert with_moments["scales and checkpoint"].seconds == 2 + 0.8 + 100
     assert "costliest weights" in planned(demo_checkpoint, bf16_weights=0.03)
+
+
+def test_the_disk_of_a_stage_has_all_its_files(demo_checkpoint: Path) -> None:
+    """24 tokens calibrate, 8 windows of 8 are predicted, hidden states have 4 numbers, and the checkpoint 120 bytes."""
+    assert planned(demo_checkpoint, weight_rounding="sequential")["scales and checkpoint"].disk == (
+        120 + 4 * 4 * 24 * 4 + 80
+    )
+    costliest = planned(demo_checkpoint, bf16_weights=0.03)
+    assert (costliest["costliest weights"].disk, costliest["costliest weights"].freed) == (120, 0)
+    assert costliest["scales and checkpoint"].freed == 120  # of the checkpoint that is replaced
+    assert RATES.backward_bytes(64, by_layer=True) == 4 * (2 + 3) * 64 * 4
+    assert RATES.backward_bytes(64, by_layer=False) == 0
+    search = planned(demo_checkpoint)["search of a form"]
+    assert (search.disk, search.freed) == (120 + 4 * (3 * 3 + 4 * 4) + 80, 120 + 80)
+
+
+def test_a_validation_by_layers_counts_its_hidden_states(demo_checkpoint: Path) -> None:
+    """Two runtimes in BF16 have two files of 16 tokens of 4 numbers each; logits are stored where there is room."""
+    streamed = planned(demo_checkpoint, validate=api.ValidateOptions(stream=True))["validate"]
+    whole = planned(demo_checkpoint, validate=api.ValidateOptions(stream=False))["validate"]
+    assert whole.disk == whole.spare == whole.freed
+    assert streamed.disk - whole.disk == 2 * 2 * 16 * 4 * 2
+    assert (streamed.spare, streamed.freed) == (whole.spare, streamed.disk)
+    served = planned(demo_checkpoint, prompt=4, validate=api.ValidateOptions())["validate"]
+    assert served.disk == served.spare
+
+
+def test_the_disk_of_all_is_the_most_at_a_time() -> None:
+    first = PlannedStage("a", 1, 1, 10, "", freed=8)
+    second = PlannedStage("b", 1, 1, 7, "", freed=2)
+    assert disk_needed([first, second]) == 10
+    assert disk_needed([second, first]) == 5 + 10
+    assert disk_needed([]) == 0
 
 
 def test_what_is_not_certain_is_left_out_of_all() -> None:

@@ -50,17 +50,24 @@ def test_ranks_write_the_second_moments_and_codes_of_one_process(ranks: int, dem
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize(
+    ("dead", "begun"),
+    [
+        (0, ".measure.work/00001.safetensors"),
+        (1, ".measure.work/rank-1/00001.safetensors"),
+        (1, ".quantize.work/rank-1/moments"),
+    ],
+)
 def test_a_killed_rank_ends_all_and_the_same_command_goes_on(
-    dead: int, shared_checkpoint: Callable[[str], Path], demo_texts: Any, tmp_path: Path
+    dead: int, begun: str, shared_checkpoint: Callable[[str], Path], demo_texts: Any, tmp_path: Path
 ) -> None:
+    """While they measure, or while rank 1 rounds a share of the weights."""
     checkpoint = shared_checkpoint("llama")
     expected = files(alone(checkpoint, demo_texts, tmp_path / "one"))
     run = Run(tmp_path / "two")
     words = command(checkpoint, demo_texts, run.root)
     ranks = start(2, *words)
-    folder = run.root / ".measure.work" / ("rank-1" if dead else "")
-    while not (folder / "00001.safetensors").exists():
+    while not (run.root / begun).exists():
         assert [rank.poll() for rank in ranks] == [None, None], ranks[0].communicate()
         time.sleep(0.001)
     ranks[dead].send_signal(signal.SIGKILL)

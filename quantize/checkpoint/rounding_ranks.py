@@ -1,0 +1,198 @@
+"""Round weights by GPTQ in several ranks: each rounds groups of weights that read one input, and rank 0 writes.
+
+Factoring the moments of an input of n values takes some n³ operations, and rounding m output channels by them some
+13 n² m (GPTQ, and the passes of descent). Groups are assigned by that, the costliest first, each to the rank with the
+least so far. A group's codes depend on its weights and moments alone, so they are those of one process, bit for bit.
+
+Rank 0 has the second moments. A thread for each other rank sends it the moments of a group and gets its codes back, one
+group after the other, while rank 0 rounds its own: so another rank stores the moments of one group at a time. Codes lie
+in a folder of rank 0's, where a call finds them that goes on after a rank was killed; the checkpoint is written from
+there.
+"""
+
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Literal
+
+import numpy as np
+
+from ...calibrate.measure.held_out import input_name, tokens_file
+from ...calibrate.measure.moments import first_file, moments_file
+from ...calibrate.model.source import Source
+from ...calibrate.ranks.sent_files import FileChannel
+from ...calibrate.ranks.world import World
+from ...core.errors import Fp8qError
+from ...core.files import Strict
+from ...options import ScaleGrid
+from ..weights.channels import WeightMethod, WeightScaling
+from ..weights.code_sources import FloatWeight, GptqCodes
+from ..weights.gptq import Compensations
+from ..weights.rounding_progress import CachedCodes
+from .narrowing import Narrowing
+
+#: The cost of rounding an output channel of an input of n values, in n².
+CHANNEL_COST = 13
+
+#: The modules that read one input.
+Group = tuple[str, ...]
+
+
+class RoundingTask(Strict):
+    """The rounding that rank 0 tells the others to make.
+
+    `shares`: of each rank, its groups of modules; `axes`: module -> the axis of its output channels. The other fields
+    are those of `WeightScaling` and `Compensations`.
+    """
+
+    method: WeightMethod
+    tensor_scales: dict[str, float]
+    blocks: list[str]
+    block_grid: ScaleGrid
+    first: dict[str, str]
+    lost: dict[str, float]
+    experts: list[str]
+    first_tokens: dict[str, float]
+    axes: dict[str, Literal[0, 1]]
+    shares: list[list[Group]]
+
+    @property
+    def scaling(self) -> WeightScaling:
+        """The choice of scales."""
+        return WeightScaling(self.method, self.tensor_scales, frozenset(self.blocks), self.block_grid)
+
+    def compensations(self, moments: Path) -> Compensations:
+        """Open the second moments in the folder `moments`."""
+        return Compensations(moments, self.first, self.lost, (), self.experts, self.first_tokens)
+
+
+def round_in_ranks(
+    world: World, source: Source, codes: GptqCodes, axes: Mapping[str, Literal[0, 1]], modules: Collection[str],
+    device: str,
+) -> None:  # fmt: skip
+    """Round the weights of `modules` in all ranks of `world`, into the stored ones of `codes`; rank 0 calls this.
+
+    `axes`: module -> the axis of output channels in its weight.
+    """
+    assert codes.stored is not None, "ranks hand their codes over"
+    stored = codes.stored
+    compensations = codes.compensations
+    groups: dict[str, list[str]] = {}
+    for module in sorted(modules):
+        if module not in compensations.unknown and not stored.has(module, compensations.lost[module]):
+            groups.setdefault(compensations.first.get(module, module), []).append(module)
+    costs = {tuple(members): _cost(source, compensations.folder, first, members) for first, members in groups.items()}
+    task = RoundingTask(
+        method=codes.scaling.method,
+        tensor_scales=dict(codes.scaling.tensor_scales),
+        blocks=sorted(codes.scaling.blocks),
+        block_grid=codes.scaling.block_grid,
+        first=dict(compensations.first),
+        lost=dict(compensations.lost),
+        experts=list(compensations.experts),
+        first_tokens=dict(compensations.first_tokens),
+        axes=dict(axes),
+        shares=assigned(costs, world.size),
+    )
+    world.gathered(task.model_dump())
+    channels = _channels(world)
+    failures: list[Exception] = []
+
+    def serve(rank: int) -> None:
+        try:
+            for group in task.shares[rank]:
+                channels[rank].send([*_moments_of(group, compensations)])
+                _receive_codes(channels[rank], stored, stored.folder / f"received-{rank}")
+        except (Fp8qError, OSError, RuntimeError) as error:  # raised by the main thread
+            failures.append(error)
+
+    # a rank that is killed, or this one, ends them with the process
+    threads = [Thread(target=serve, args=(rank,), daemon=True) for rank in channels]
+    for thread in threads:
+        thread.start()
+    for group in task.shares[0]:
+        _round(source, codes, group, axes, device)
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def round_share(world: World, source: Source, folder: Path, device: str) -> bool:
+    """Round, in a rank above 0, the groups that rank 0 assigns, with files in `folder`; False where there is no more to
+    round.
+    """
+    sent = world.gathered({})[0]
+    if not sent:
+        return False
+    task = RoundingTask.model_validate(sent)
+    channel = _channels(world)[0]
+    for group in task.shares[world.rank]:
+        shutil.rmtree(folder, ignore_errors=True)
+        moments = folder / "moments"
+        stored = CachedCodes(folder / "codes")
+        for path in (moments, stored.folder):
+            path.mkdir(parents=True)
+        channel.receive(moments)
+        _round(source, GptqCodes(task.scaling, task.compensations(moments), stored), group, task.axes, device)
+        channel.send(stored.files())
+    shutil.rmtree(folder, ignore_errors=True)
+    return True
+
+
+def assigned(costs: Mapping[Group, int], ranks: int) -> list[list[Group]]:
+    """Assign each group to one of so many `ranks`: the costliest first, to the rank with the least so far."""
+    shares: list[list[Group]] = [[] for _ in range(ranks)]
+    sums = [0] * ranks
+    for group in sorted(costs, key=lambda group: (-costs[group], group)):
+        rank = sums.index(min(sums))
+        shares[rank].append(group)
+        sums[rank] += costs[group]
+    return shares
+
+
+def _cost(source: Source, moments: Path, first: str, members: Sequence[str]) -> int:
+    """The operations of rounding the weights of `members`, about."""
+    width = len(np.load(moments_file(moments, first), mmap_mode="r", allow_pickle=False))
+    weights = source.weights()
+    numbers = sum(int(np.prod(weights.shape(source.stored(f"{module}.weight")))) for module in members)
+    return width**3 + CHANNEL_COST * width * numbers
+
+
+def _channels(world: World) -> dict[int, FileChannel]:
+    """Connect rank 0 with each other rank; another rank -> the channel, as this rank has it; a collective."""
+    groups = world.paired([(0, rank) for rank in range(1, world.size)])
+    if world.rank:
+        return {0: FileChannel(world, groups[world.rank - 1], 0)}
+    return {rank: FileChannel(world, group, rank) for rank, group in enumerate(groups, 1)}
+
+
+def _moments_of(group: Group, compensations: Compensations) -> Iterator[Path]:
+    """Yield the files of second moments, first tokens and held-out tokens that `group` is rounded by."""
+    folder = compensations.folder
+    names = {compensations.first.get(module, module) for module in group} | {*group}
+    paths = {path for name in names for path in (moments_file(folder, name), first_file(folder, name))}
+    paths |= {tokens_file(folder, input_name(module)) for module in group if compensations.judges(module)}
+    yield from sorted(path for path in paths if path.is_file())
+
+
+def _receive_codes(channel: FileChannel, stored: CachedCodes, received: Path) -> None:
+    """Receive a group's codes, and add them to the `stored` ones once they are complete."""
+    shutil.rmtree(received, ignore_errors=True)
+    received.mkdir()
+    channel.receive(received)
+    for file in received.iterdir():
+        file.replace(stored.folder / file.name)
+    received.rmdir()
+
+
+def _round(
+    source: Source, codes: GptqCodes, group: Group, axes: Mapping[str, Literal[0, 1]], device: str
+) -> None:  # fmt: skip
+    """Round the weights of `group`; the codes are stored, and a weight of zeros has none."""
+    narrowing = Narrowing(source, source.weights())
+    for module in group:
+        read = partial(narrowing.tensor, source.stored(f"{module}.weight"))
+        codes.quantized(FloatWeight(module, read, axes[module], device))
