@@ -4,8 +4,8 @@
 
 Two shapes of logits: those of texts, whose probabilities fall as rank^-s with s from 1.25 to 3 over the rows, and flat
 ones, normal with a standard deviation of 3, of which the nucleus has thousands of tokens. `row_by_row` is
-`sampling.choose` for one row after the other; `all_rows` is `choose_all`, which the loop calls where all logits are on
-the host, and whose tokens are held against it. `summaries` is `choose_step` on logits that a device summarizes, which
+`sampling.token_at` for one row after the other; `all_rows` is `choose_step` where all logits are on the host, and whose
+tokens are held against it. `summaries` is `choose_step` on logits that a device summarizes, which
 are here made beforehand: the host's part, and the bytes that it is sent, `all_bytes` of which it would be sent without.
 Logits are BF16, as engines give them; `widening` is the time in which they become FP32, before `all_rows`, whose time
 does not hold it. The ceiling is one pass over the logits that finds the best of each row.
@@ -29,8 +29,8 @@ from fp8q.serve.loop import sampling
 from fp8q.serve.loop.device_calls import float_logits
 from fp8q.serve.loop.device_kernels import summarized
 from fp8q.serve.loop.device_logits import MOST_BLOCKS
-from fp8q.serve.loop.sampling import BLOCK, RowChoice, Sampling, choose, choose_all, choose_step
-from fp8q.serve.loop.step_logits import Summary
+from fp8q.serve.loop.sampling import BLOCK, RowChoice, Sampling, choose_step, token_at
+from fp8q.serve.loop.step_logits import HostLogits, Summary
 
 ROWS, VOCABULARY = 64, 128_256
 EXPONENTS = (1.25, 1.5, 2.0, 3.0)
@@ -114,23 +114,30 @@ def timed(work: Callable[[], object], rounds: int, threads: int = 1) -> dict[str
 def measured(logits: NDArray[np.float32], sampling: Sampling, rounds: int, threads: int) -> dict[str, Any]:
     """The ways to choose a token for each row, and the number of rows for which they differ."""
     one, other, third = ([np.random.default_rng(seed) for seed in range(ROWS)] for _ in range(3))
-    choices = [RowChoice(row, sampling, {}, random) for row, random in zip(logits, one, strict=True)]
+    choices = [RowChoice(None, sampling, {}, random) for random in one]
     partial = [RowChoice(None, sampling, {}, random) for random in third]
     device = Summaries(logits, sampling.temperature)
 
     def row_by_row() -> list[int]:
-        return [choose(row, sampling, {}, random) for row, random in zip(logits, other, strict=True)]
+        uniforms = [random.random() if sampling.temperature else 0.0 for random in other]
+        return [
+            token_at(row, sampling.temperature, sampling.top_p, uniform)
+            for row, uniform in zip(logits, uniforms, strict=True)
+        ]
+
+    def all_rows() -> list[int | Exception]:
+        return choose_step(choices, range(ROWS), HostLogits(logits))
 
     def from_summaries() -> list[int | Exception]:
         return choose_step(partial, range(ROWS), device)
 
-    expected, tokens, from_parts = row_by_row(), choose_all(choices), from_summaries()
+    expected, tokens, from_parts = row_by_row(), all_rows(), from_summaries()
     device.sent = device.whole_rows = 0
     host = timed(from_summaries, rounds)
     steps = rounds + 1
     return {
         "row_by_row": timed(row_by_row, 2),
-        "all_rows": timed(lambda: choose_all(choices), rounds, threads),
+        "all_rows": timed(all_rows, rounds, threads),
         "summaries": host | {"bytes": device.sent // steps, "rows_sent_whole": round(device.whole_rows / steps, 2)},
         "differing": sum(
             wanted != token or wanted != part for wanted, token, part in zip(expected, tokens, from_parts, strict=True)

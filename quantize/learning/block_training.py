@@ -41,7 +41,7 @@ class BlockSchedule:
     def order(self, batches: Sequence[int]) -> Iterator[int]:
         """Yield the batch of each step; all batches come by, in another order each time."""
         draw = np.random.default_rng(self.seed)
-        left = list[int]()
+        left: list[int] = []
         for _ in range(self.steps):
             left = left or draw.permutation(batches).tolist()
             yield left.pop()
@@ -134,7 +134,7 @@ def _attempt(
     """
     train, held_out = batches
     every = math.ceil(schedule.steps / EVALUATIONS)
-    codes = dict[str, Learned]()
+    codes: dict[str, Learned] = {}
     result = BlockResult(before, before, 0)
     optimizer = weight_steps(block.layer, schedule.learning_rate)
     size = get_cosine_schedule_with_warmup(optimizer, math.ceil(WARM_UP * schedule.steps), schedule.steps)

@@ -22,14 +22,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .device import CaptureError, Device, DeviceCache, bucket_of, padded_length, runs, slot_step
 from .device_calls import BoundCall, CallShape, DeviceProgram, Room, bound_call, call_layout, float_logits
 from .device_kernels import DeviceKernels
 from .device_logits import DeviceLogits, DeviceSummaries, SummaryLayout
 from .host_batch import CAPACITY_STEP, attention_mask, chunk_layout, next_capacity
-from .step_logits import StepLogits
+from .step_logits import Indices, Logits, StepLogits
 
 LOG = logging.getLogger("fp8q")
 #: Calls of a captured step that are held against uncaptured ones: the second has other tokens than were captured.
@@ -48,7 +47,7 @@ class _Step:
 
     call: BoundCall
     room: Room
-    shown: NDArray[np.int64]
+    shown: Indices
     work: Callable[[], None]
     launch: Callable[[], None] | None = None
     checked: int = 0
@@ -136,13 +135,11 @@ class DeviceBatch:
         unit = -(-CAPACITY_STEP // self._step) * self._step
         return min(-(-positions // unit) * unit, self._positions)
 
-    def prefill(
-        self, first: int, tokens: NDArray[np.int64], filled: NDArray[np.int64], lengths: NDArray[np.int64]
-    ) -> NDArray[np.float32]:
+    def prefill(self, first: int, tokens: Indices, filled: Indices, lengths: Indices) -> Logits:
         """Read a chunk of prompts; the outputs of padding are discarded."""
         return self._read_chunk(first, tokens, filled, lengths, 1)[:, 0]
 
-    def prefill_all(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> NDArray[np.float32]:
+    def prefill_all(self, tokens: Indices, filled: Indices) -> Logits:
         """Read a chunk `tokens` [count, seq] of the first rows as `prefill` does, without padding; return the logits of
         all its positions [count, seq, vocabulary].
         """
@@ -152,11 +149,11 @@ class DeviceBatch:
     def _read_chunk(
         self,
         first: int,
-        tokens: NDArray[np.int64],
-        filled: NDArray[np.int64],
-        lengths: NDArray[np.int64],
+        tokens: Indices,
+        filled: Indices,
+        lengths: Indices,
         scored_positions: int,
-    ) -> NDArray[np.float32]:
+    ) -> Logits:
         """Read a chunk of prompts; return the logits of the last positions of each row [count, scored_positions,
         vocabulary].
 
@@ -190,7 +187,7 @@ class DeviceBatch:
         converted = float_logits(logits, self._program.logits_dtype)
         return converted.reshape(count, scored_positions, -1).copy()  # the next chunk writes over them
 
-    def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> StepLogits:
+    def decode(self, tokens: Indices, filled: Indices) -> StepLogits:
         """Read one token of each row; the next call with as many rows overwrites the returned logits."""
         if self._unread and not self._unread.read:
             self._device.wait()  # what it uploads is written over
@@ -264,7 +261,7 @@ class DeviceBatch:
             step.work()
         step.checked += 1
 
-    def _logits_of(self, step: _Step) -> NDArray[np.float32]:
+    def _logits_of(self, step: _Step) -> Logits:
         """The logits of all rows of a step, padding too, when it is done."""
         logits = step.call.logits
         self._device.download(step.call.logits_at, logits.reshape(-1))
@@ -312,7 +309,7 @@ class DeviceBatch:
         self._contexts.clear()
 
 
-def same_logits(expected: NDArray[np.float32], actual: NDArray[np.float32]) -> bool:
+def same_logits(expected: Logits, actual: Logits) -> bool:
     """Tell whether two calls gave the same logits, up to the order of sums."""
     largest = np.abs(expected, where=np.isfinite(expected), out=np.zeros_like(expected)).max()
     return np.allclose(actual, expected, rtol=0.0, atol=ALIKE * float(largest), equal_nan=True)

@@ -257,7 +257,7 @@ class _Example:
 
     def __init__(self, device: Device):
         self._device = device
-        self._held = list[int]()
+        self._held: list[int] = []
 
     def __enter__(self) -> "_Example":
         return self

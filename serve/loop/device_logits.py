@@ -19,7 +19,7 @@ from .device import Device, runs
 from .device_calls import Room, float_logits, offsets
 from .device_kernels import DeviceKernels, count_blocks
 from .sampling import BLOCK
-from .step_logits import Summaries, Summary
+from .step_logits import Logits, Summaries, Summary
 
 #: Blocks of a row that are sent at most, 16,384 logits: where more are near the best, all are sent.
 MOST_BLOCKS = 256
@@ -85,7 +85,7 @@ class DeviceSummaries:
         begin = self._layout.parts[number]
         return self._room.host[begin : begin + size], self._room.address + begin
 
-    def summary(self, temperatures: NDArray[np.float32]) -> Summary:
+    def summary(self, temperatures: Logits) -> Summary:
         """Summarize, and wait: `Summaries.summary`."""
         device = self._kernels.device
         layout = self._layout
@@ -104,7 +104,7 @@ class DeviceSummaries:
         maxima_of, sums_of, places_of = (part.reshape(count, -1) for part, _ in parts)
         return Summary(maxima_of.view(np.float32), sums_of.view(np.float32), places_of.view(np.int32))
 
-    def blocks(self, pairs: NDArray[np.int32]) -> NDArray[np.float32]:
+    def blocks(self, pairs: NDArray[np.int32]) -> Logits:
         """Gather blocks, and wait: `Summaries.blocks`."""
         device = self._kernels.device
         layout = self._layout
@@ -143,7 +143,7 @@ class DeviceLogits:
         """Tell whether the host waited for the step."""
         return self._read or bool(self._summaries and self._summaries.read)
 
-    def rows(self, rows: Sequence[int]) -> Sequence[NDArray[np.float32]]:
+    def rows(self, rows: Sequence[int]) -> Sequence[Logits]:
         """Download rows, and wait: `StepLogits.rows`."""
         width = self._raw.shape[1]
         neighbours = [(first, count) for first, count, _ in runs([row - index for index, row in enumerate(rows)])]

@@ -313,7 +313,7 @@ class Kernels:
         self._paths = paths
         self._engine = engine
         self._fresh = False
-        self._met = set[tuple[tuple[str, tuple[int, ...]], ...]]()
+        self._met: set[tuple[tuple[str, tuple[int, ...]], ...]] = set()
         self._cache = self._empty()
         there = [path for path in paths if path.is_file()]
         for path in sorted(there, key=lambda path: path.stat().st_mtime_ns, reverse=True):

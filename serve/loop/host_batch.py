@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cache import BLOCK, CacheLayout, HostCache, KeyValues
-from .step_logits import HostLogits
+from .step_logits import HostLogits, Indices, Logits
 
 #: The input of a graph that gives the logits of these positions of a call alone, int64 [batch, scored].
 LOGITS_INDICES = "logits_indices"
@@ -28,16 +28,14 @@ BLOCK_GROUP = 4
 WASTE = 4
 
 
-def attention_mask(filled: NDArray[np.int64], capacity: int, real: NDArray[np.bool_]) -> NDArray[np.int64]:
+def attention_mask(filled: Indices, capacity: int, real: NDArray[np.bool_]) -> Indices:
     """The graph's mask [batch, capacity + seq]: the `filled` [batch] first slots of each row, then which new tokens are
     `real` [batch, seq].
     """
     return np.concatenate([np.arange(capacity) < filled[:, None], real], axis=1).astype(np.int64)
 
 
-def chunk_layout(
-    seq: int, filled: NDArray[np.int64], lengths: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def chunk_layout(seq: int, filled: Indices, lengths: Indices) -> tuple[Indices, NDArray[np.bool_]]:
     """Positions [batch, seq] of a chunk of prompts, and a mask of its real tokens, the last of each row.
 
     `filled` [batch]: the positions before the chunk; `lengths` [batch]: the real tokens of each row. Rows end together,
@@ -48,7 +46,7 @@ def chunk_layout(
     return filled[:, None] + np.maximum(behind, 0), behind >= 0
 
 
-def last_indices(tokens: tuple[int, ...], scored: int) -> NDArray[np.int64]:
+def last_indices(tokens: tuple[int, ...], scored: int) -> Indices:
     """The last `scored` positions of each row, int64 [rows, scored], of a call whose `tokens` are of the shape (rows,
     seq): the logits that it asks for.
     """
@@ -74,12 +72,12 @@ class Forward(Protocol):
 
     def forward(
         self,
-        input_ids: NDArray[np.int64],
-        attention_mask: NDArray[np.int64],
-        position_ids: NDArray[np.int64],
+        input_ids: Indices,
+        attention_mask: Indices,
+        position_ids: Indices,
         past: KeyValues | None = None,
         scored: int | None = None,
-    ) -> tuple[NDArray[np.float32], KeyValues]:
+    ) -> tuple[Logits, KeyValues]:
         """Run the graph once.
 
         `input_ids` and `position_ids` [batch, seq]; `attention_mask` [batch, capacity + seq] is 1 for the filled slots
@@ -109,12 +107,12 @@ class _Step:
     slots of each row.
     """
 
-    tokens: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    shown: NDArray[np.int64]
-    mask: NDArray[np.int64]
+    tokens: Indices
+    positions: Indices
+    shown: Indices
+    mask: Indices
     run: Callable[[], None]
-    logits: NDArray[np.float32]
+    logits: Logits
     new: KeyValues
 
 
@@ -151,9 +149,7 @@ class HostBatch:
             return -(-min(positions, self._positions) // step) * step
         return min(-(-positions // CAPACITY_STEP) * CAPACITY_STEP, self._positions)
 
-    def prefill(
-        self, first: int, tokens: NDArray[np.int64], filled: NDArray[np.int64], lengths: NDArray[np.int64]
-    ) -> NDArray[np.float32]:
+    def prefill(self, first: int, tokens: Indices, filled: Indices, lengths: Indices) -> Logits:
         """Read a chunk of prompts; the outputs of padding are discarded."""
         cache = self._held()
         count = len(tokens)
@@ -167,7 +163,7 @@ class HostBatch:
             cache.write(first + row, positions[row : row + 1, -length:], values)
         return logits[:, -1]
 
-    def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> HostLogits:
+    def decode(self, tokens: Indices, filled: Indices) -> HostLogits:
         """Read one token of each row; the next call with as many rows overwrites the returned logits."""
         count = len(tokens)
         step = self._steps.get(count) or self.bound(count)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .sampling import RowChoice, Sampling, log_probabilities
+from .step_logits import Logits
 from .text import TextStream, Vocabulary
 
 #: A prompt of more characters than this for each of the model's positions is refused untokenized.
@@ -229,7 +229,7 @@ class Row:
         penalized = self.sampling.frequency_penalty or self.sampling.presence_penalty
         return self.forcing or self.request.logprobs is not None or bool(penalized)
 
-    def choice(self, logits: NDArray[np.float32] | None) -> RowChoice:
+    def choice(self, logits: Logits | None) -> RowChoice:
         """Return all that the next token depends on; `logits` [vocabulary]. A forced token draws no random number."""
         if self.forcing:
             return RowChoice(logits, Sampling(), Counter(), None)
@@ -237,7 +237,7 @@ class Row:
             self.random = np.random.default_rng(self.request.seed)
         return RowChoice(logits, self.sampling, self.counts, self.random)
 
-    def advance(self, logits: NDArray[np.float32] | None, chosen: int | Exception) -> Piece:
+    def advance(self, logits: Logits | None, chosen: int | Exception) -> Piece:
         """Take the token that was chosen from `logits` [vocabulary], which are there if it `needs_logits`.
 
         Whatever is wrong with them or with the text is told in the piece: it is this request's misfortune alone.
@@ -258,7 +258,7 @@ class Row:
         """The tokens of the prompt, and those that were generated."""
         return len(self.prompt) + len(self.forced), max(0, self.produced - len(self.forced))
 
-    def _accept(self, logits: NDArray[np.float32] | None, token: int) -> Piece:
+    def _accept(self, logits: Logits | None, token: int) -> Piece:
         request = self.request
         if self.forcing:
             assert logits is not None, "it needs them"

@@ -72,7 +72,7 @@ class Service:
         """
         self._generator = generator
         self._most = generator.max_batch + max_waiting
-        self._here = set[Ongoing]()
+        self._here: set[Ongoing] = set()
         self._lock = threading.Lock()
         #: The reason why the service is down; None while it serves.
         self.failure: str | None = None

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from .cache import BLOCK, CacheLayout, HostCache, KeyValues
 from .host_batch import LOGITS_INDICES, Forward, HostBatch, last_indices
-from .step_logits import StepLogits
+from .step_logits import Indices, Logits, StepLogits
 
 #: onnx.TensorProto.DataType of logits and of tokens.
 FLOAT = 1
@@ -74,16 +74,14 @@ class Batch(Protocol):
         larger buffer may be released.
         """
 
-    def prefill(
-        self, first: int, tokens: NDArray[np.int64], filled: NDArray[np.int64], lengths: NDArray[np.int64]
-    ) -> NDArray[np.float32]:
+    def prefill(self, first: int, tokens: Indices, filled: Indices, lengths: Indices) -> Logits:
         """Take in a chunk of the prompts of the rows from `first`, behind their `filled` [count] first positions.
 
         `tokens` [count, seq], of which the last `lengths` [count] are each row's, one or more; the rest is padding, and
         is written nowhere. Returns the logits of each row's last one [count, vocabulary].
         """
 
-    def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> StepLogits:
+    def decode(self, tokens: Indices, filled: Indices) -> StepLogits:
         """Read one token `tokens` [count] of each of the first `count` rows, behind its `filled` [count] first
         positions; return their logits, which may still be to come.
 
@@ -231,12 +229,12 @@ class OnnxRuntimeSession:
 
     def forward(
         self,
-        input_ids: NDArray[np.int64],
-        attention_mask: NDArray[np.int64],
-        position_ids: NDArray[np.int64],
+        input_ids: Indices,
+        attention_mask: Indices,
+        position_ids: Indices,
         past: KeyValues | None = None,
         scored: int | None = None,
-    ) -> tuple[NDArray[np.float32], KeyValues]:
+    ) -> tuple[Logits, KeyValues]:
         """Run the graph once: `Forward.forward`.
 
         The arrays are read where they lie, and the results are ONNX Runtime's own memory.

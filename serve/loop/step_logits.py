@@ -10,6 +10,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+Logits = NDArray[np.float32]
+#: Weights and probabilities of tokens.
+Weights = NDArray[np.float64]
+#: Tokens, rows, blocks or positions, by their numbers.
+Indices = NDArray[np.int64]
+
 
 class Summary(NamedTuple):
     """Blocks of the logits of some rows: the largest logit of each, the sum of e^((logit - largest) / temperature) over
@@ -17,8 +23,8 @@ class Summary(NamedTuple):
     sum is NaN where a logit of the block is.
     """
 
-    maxima: NDArray[np.float32]
-    sums: NDArray[np.float32]
+    maxima: Logits
+    sums: Logits
     places: NDArray[np.int32]
 
 
@@ -33,10 +39,10 @@ class Summaries(Protocol):
     def most_blocks(self) -> int:
         """Blocks in one call of `blocks`."""
 
-    def summary(self, temperatures: NDArray[np.float32]) -> Summary:
+    def summary(self, temperatures: Logits) -> Summary:
         """Summarize all rows, each under its temperature, [rows], which is not 0."""
 
-    def blocks(self, pairs: NDArray[np.int32]) -> NDArray[np.float32]:
+    def blocks(self, pairs: NDArray[np.int32]) -> Logits:
         """Return the logits of some blocks, [count, BLOCK], with -inf behind a row's last logit; `pairs` [count, 2]:
         their rows and their numbers in these.
         """
@@ -49,7 +55,7 @@ class StepLogits(Protocol):
     def summaries(self) -> Summaries | None:
         """Their summaries; None where all logits are on the host."""
 
-    def rows(self, rows: Sequence[int]) -> Sequence[NDArray[np.float32]]:
+    def rows(self, rows: Sequence[int]) -> Sequence[Logits]:
         """Return all logits, [vocabulary], of each of these rows."""
 
 
@@ -57,9 +63,9 @@ class StepLogits(Protocol):
 class HostLogits:
     """`StepLogits` in host memory: `values` [rows, vocabulary]."""
 
-    values: NDArray[np.float32]
+    values: Logits
     summaries: Summaries | None = None
 
-    def rows(self, rows: Sequence[int]) -> Sequence[NDArray[np.float32]]:
+    def rows(self, rows: Sequence[int]) -> Sequence[Logits]:
         """Views of rows: `StepLogits.rows`."""
         return [self.values[row] for row in rows]

@@ -223,7 +223,7 @@ class Turns:
         self.evaluation = evaluation
         self.openers = openers
         self.folder = folder
-        self.failed = dict[str, str]()
+        self.failed: dict[str, str] = {}
         self.names = [name for name in BASELINES if name in openers]
         self.names += [name for name in openers if name not in BASELINES]
         self.token_measure = token_measure or TokenMeasure(measure_with_torch, positions_to_keep(evaluation))

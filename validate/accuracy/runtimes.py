@@ -134,7 +134,7 @@ class Loading:
 #: Gives, for a block, the functions that load the named runtimes; the folder is for what they leave on disk.
 Opening = Callable[[tuple[str, ...], Loading, Path], AbstractContextManager[Mapping[str, Opener]]]
 #: The functions that load the runtimes of torch, by their names in `options.RUNTIMES`.
-OPENERS = dict[str, Callable[[Loading], Opener]]()
+OPENERS: dict[str, Callable[[Loading], Opener]] = {}
 
 
 def opens(name: str) -> Callable[[Callable[[Loading], Opener]], Callable[[Loading], Opener]]:

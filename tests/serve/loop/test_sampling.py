@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from fp8q.serve.loop.sampling import Sampling, choose, nucleus, penalized, probabilities
+from fp8q.serve.loop.sampling import Sampling, nucleus, penalized, probabilities, token_at
+from tests.serve.loop.plain_sampling import choose, possible_tokens
 
 RANDOM = np.random.default_rng(0)
 
@@ -87,6 +88,18 @@ def slow_nucleus(probability: NDArray[np.float64], top_p: float) -> list[int]:
 def test_sorting_only_the_candidates_loses_none_of_the_nucleus(values: NDArray[np.float32], top_p: float) -> None:
     probability = probabilities(values, 1.0)
     assert nucleus(probability, top_p)[0].tolist() == slow_nucleus(probability, top_p)
+
+
+@given(
+    arrays(np.float32, st.integers(1, 40), elements=st.integers(-40, 40).map(lambda number: number / 8)),
+    st.sampled_from([0.1, 0.7, 1.0, 3.0]),
+    st.one_of(st.just(1.0), st.floats(0, 1)),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_a_token_is_the_one_that_exact_sums_find(
+    values: NDArray[np.float32], temperature: float, top_p: float, uniform: float
+) -> None:
+    assert token_at(values, temperature, top_p, uniform) in possible_tokens(values, temperature, top_p, uniform)
 
 
 def test_probabilities_are_the_softmax_at_that_temperature() -> None:

@@ -17,10 +17,11 @@ from fp8q.serve.loop.device_kernels import load_kernels, summarized
 from fp8q.serve.loop.device_logits import DeviceLogits, DeviceSummaries, SummaryLayout
 from fp8q.serve.loop.generate import Generator, complete
 from fp8q.serve.loop.request import Request
-from fp8q.serve.loop.sampling import BLOCK, RowChoice, Sampling, best_tokens, choose, choose_step
+from fp8q.serve.loop.sampling import BLOCK, RowChoice, Sampling, best_tokens, choose_step
 from fp8q.serve.loop.step_logits import HostLogits, Summary
 from fp8q.serve.loop.text import Vocabulary
 from tests.serve.host_engine import HostDevice
+from tests.serve.loop.plain_sampling import choose
 from tests.serve.loop.test_batch_sampling import zipf
 from tests.serve.loop.test_device_batch import OnDevice, OnDeviceSession
 
@@ -128,6 +129,18 @@ def test_a_row_without_a_decision_has_all_its_logits_sent() -> None:
         for at, (row, sampling) in enumerate(zip(flat, samplings))
     ]
     assert found.sent == [0, 1]
+
+
+def test_a_nucleus_of_nearly_all_weight_is_looked_for_in_ever_more_blocks() -> None:
+    """A share nearer to 1 than sums in FP32 are; the whole vocabulary of 128 is a smaller count than those before it,
+    so that fewer blocks are near: the first, which was sent, is not.
+    """
+    values = np.full((1, 128), -23.0, np.float32)
+    values[0, 64:] = -np.inf
+    values[0, 100] = 0.0
+    found, sampling = Logits(values), Sampling(1.0, 1.0 - 1e-6)
+    assert chosen(found, [sampling], 5) == [choose(values[0], sampling, {}, np.random.default_rng(5))]
+    assert found.sent == [0]
 
 
 def test_a_row_that_is_no_number_fails_alone() -> None:
