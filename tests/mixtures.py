@@ -22,6 +22,30 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", QWEN | {"head_dim": 16}),
     "olmoe": ("OlmoeConfig", {"num_experts": 4}),
 }
+#: Nemotron 3's kind: a state, experts without a gate, attention, and a plain block.
+WITHOUT_GATE: tuple[str, dict[str, Any]] = (
+    "NemotronHConfig",
+    {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+        "head_dim": 16,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+        "n_group": 1,
+        "topk_group": 1,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+    },
+)
+#: MiniMax-M3's kind: limits on gate and up.
+WITH_OWN_GATE: tuple[str, dict[str, Any]] = (
+    "MiniMaxM3VLTextConfig",
+    {"num_local_experts": 4, "head_dim": 16, "dense_intermediate_size": 96, "shared_intermediate_size": 48},
+)
 #: Mixtures whose checkpoints may hold a layer for multi-token prediction: the class, its fields, and how the names of
 #: such a layer's tensors begin.
 DRAFTING: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ...core.files import reading
-from ..model.expert_modules import FUSED
+from ..model.expert_modules import INPUT_GEMMS
 
 #: One batch in so many is held out, the last of each; of fewer batches the last one. A single batch is not held out.
 EVERY = 8
@@ -77,15 +77,17 @@ class HeldOutTokens:
 
 
 def input_name(gemm: str) -> str:
-    """The GEMM of the same expert by which the input of `gemm` is called: gate's for gate and up."""
+    """The GEMM of the same expert by which the input of `gemm` is called: gate's for gate and up, also where an expert
+    has no gate.
+    """
     if has_own_input(gemm):
         return gemm
-    return f"{gemm.rpartition('.')[0]}.{FUSED['gate_up_proj'][0]}"
+    return f"{gemm.rpartition('.')[0]}.{INPUT_GEMMS[0]}"
 
 
 def has_own_input(gemm: str) -> bool:
     """Tell whether no other GEMM of any expert reads the input of the expert's `gemm`."""
-    return gemm.rpartition(".")[2] not in FUSED["gate_up_proj"]
+    return gemm.rpartition(".")[2] not in INPUT_GEMMS
 
 
 def expert_number(gemm: str) -> int:

@@ -162,8 +162,9 @@ class Watch:
         self.widths = {f"{name}.input": modules[name].get_parameter("weight").shape[1] for name in routed}
         shared = {first for first in groups if self.modules[first] is not modules[first]}
         self.of_experts = routed | shared
-        judged = {input_name(member) for first in self.of_experts for member in groups[first]}
-        self.judged = {name: modules[name] for name in sorted(judged)} if moments is not None else {}
+        members = sorted(member for first in self.of_experts for member in groups[first])
+        readers = {input_name(member): modules[member] for member in reversed(members)}  # gate, where there is one
+        self.judged = {name: readers[name] for name in sorted(readers)} if moments is not None else {}
         self.attention = attention_modules(model)
         names = [f"{first}.input" for first in groups] + [
             f"{name}.{part}" for name in self.attention.values() for part in "kv"

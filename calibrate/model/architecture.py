@@ -185,8 +185,8 @@ def refuse_experts(model: "nn.Module", name: str, architecture: str) -> None:
             raise InputError(
                 name,
                 f"{architecture} is a mixture of experts ({module_name}, {type(module).__name__}) in a form that fp8q "
-                "does not do for now: its weights are not gate_up_proj and down_proj alone, or it computes something "
-                "else with them",
+                "does not do for now: its weights are not gate_up_proj (or up_proj) and down_proj alone, or it "
+                "computes something else with them",
                 "give a model of another architecture",
             )
 

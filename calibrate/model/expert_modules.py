@@ -1,29 +1,30 @@
 """Take fused experts apart: one module for each expert, in place of transformers' two tensors for all of them.
 
 transformers 5 stores the experts of a layer in `gate_up_proj` [experts, 2 · inner, width] and `down_proj` [experts,
-width, inner]. Code that works on linear layers (observers, scales, rounding, codes) does not see these. `unfold`
-replaces them by modules with three linear layers for each expert, `experts.N.gate_proj`, `.up_proj` and `.down_proj`,
-that compute the same. From there on a mixture of experts is a model with many linear layers.
+width, inner]; those without a gate in `up_proj` [experts, inner, width] and `down_proj`. Code that works on linear
+layers (observers, scales, rounding, codes) does not see these. `unfold` replaces them by modules with two or three
+linear layers for each expert, `experts.N.gate_proj`, `.up_proj` and `.down_proj`, that compute the same. From there on
+a mixture of experts is a model with many linear layers.
 
-Only the form that most of transformers' mixtures share is supported. A class has this form if it computes what
-`Experts` compute, which is tested once for each class on random numbers. Biases, interleaved or transposed weights and
-limits on the gate are other forms, and are refused by name (`architecture.refuse_experts`).
+The forms are the classes in `EXPERT_FORMS`. A class of transformers has one of them if it computes what `Experts` of
+that form compute, which is tested once for each class on random numbers. Biases and interleaved or transposed weights
+are other forms, and are refused by name (`architecture.refuse_experts`).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from inspect import unwrap
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-#: The parameters of a fused module -> the linear layers of an expert that each becomes.
-FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+#: The GEMMs of an expert that read the tokens, of any form.
+INPUT_GEMMS = ("gate_proj", "up_proj")
 #: Sizes at which a class is tested: number of experts, width, inner width, tokens.
 TRIED = (4, 8, 6, 16)
 #: The tokens that observers see of an expert: those routed to it; `every` token, without a change of outputs; or `all`
@@ -32,26 +33,80 @@ TokensShown = Literal["routed", "every", "all"]
 
 
 class Expert(nn.Module):
-    """One expert: down(act(gate(x)) · up(x))."""
+    """One expert: down(act(gate(x)) · up(x)).
 
-    def __init__(self, width: int, inner: int, act: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor):
+    `fused`: the parameters of transformers' module for all experts of a layer -> the GEMMs that each becomes.
+    """
+
+    fused: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)
+    }  # fmt: skip
+
+    def __init__(self, width: int, inner: int, act: Callable[..., torch.Tensor], like: torch.Tensor):
         """Make weights without values, of the type and on the device of `like`."""
         super().__init__()
-        self.gate_proj = _empty_linear(width, inner, like)
-        self.up_proj = _empty_linear(width, inner, like)
+        for name in self.inputs():
+            self.add_module(name, _empty_linear(width, inner, like))
         self.down_proj = _empty_linear(inner, width, like)
         self.act_fn = act
 
+    @classmethod
+    def inputs(cls) -> tuple[str, ...]:
+        """The GEMMs that read the expert's tokens."""
+        return next(iter(cls.fused.values()))
+
+    @classmethod
+    def activation(cls, module: nn.Module) -> Callable[..., torch.Tensor] | None:
+        """What `module` of transformers applies between the GEMMs, or to the gate; None where it does not say."""
+        act: Callable[..., torch.Tensor] | None = getattr(module, "act_fn", None)
+        return act
+
+    def activated(self, *outputs: torch.Tensor) -> torch.Tensor:
+        """Map the `outputs` of the input GEMMs [tokens, inner] to the input of the last one, of that shape."""
+        gate, up = outputs
+        return self.act_fn(gate) * up
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [tokens, width] to [tokens, width]."""
-        y: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        y: torch.Tensor = self.down_proj(self.activated(*(self.get_submodule(name)(x) for name in self.inputs())))
         return y
 
     def forward_without_hooks(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the expert's output without calling the hooks of its linear layers."""
-        inner = self.act_fn(self.gate_proj.forward(x)) * self.up_proj.forward(x)
+        inner = self.activated(*(self.get_submodule(name).forward(x) for name in self.inputs()))
         y: torch.Tensor = self.down_proj.forward(inner)
         return y
+
+
+class ExpertWithOwnGate(Expert):
+    """down(g(gate(x), up(x))), where g is the `_apply_gate` of transformers' module, as limits on the gate are."""
+
+    @classmethod
+    def activation(cls, module: nn.Module) -> Callable[..., torch.Tensor] | None:
+        """`_apply_gate`, of a copy without weights."""
+        without_weights = copy(module)
+        without_weights._parameters = {}
+        act: Callable[..., torch.Tensor] | None = getattr(without_weights, "_apply_gate", None)
+        return act
+
+    def activated(self, *outputs: torch.Tensor) -> torch.Tensor:
+        """Let transformers' function have gate and up side by side."""
+        return self.act_fn(torch.cat(outputs, -1))
+
+
+class ExpertWithoutGate(Expert):
+    """down(act(up(x)))."""
+
+    fused: ClassVar[Mapping[str, tuple[str, ...]]] = {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+
+    def activated(self, *outputs: torch.Tensor) -> torch.Tensor:
+        """Map the output of the one input GEMM."""
+        (up,) = outputs
+        return self.act_fn(up)
+
+
+#: The forms of experts: the first that computes what transformers' class does is the one.
+EXPERT_FORMS = (Expert, ExpertWithOwnGate, ExpertWithoutGate)
 
 
 class SharedInput(nn.Module):
@@ -81,6 +136,11 @@ class Experts(nn.Module):
         self.experts = list(experts)
         for number, expert in enumerate(self.experts):
             self.add_module(str(number), expert)
+
+    @property
+    def form(self) -> type[Expert]:
+        """The form of the experts, which is one for all."""
+        return type(self.experts[0])
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -186,7 +246,7 @@ def full_input_module(model: nn.Module, gemm: str) -> nn.Module:
     """
     expert, _, name = gemm.rpartition(".")
     experts = model.get_submodule(expert.rpartition(".")[0])
-    shared = isinstance(experts, Experts) and name in FUSED["gate_up_proj"]
+    shared = isinstance(experts, Experts) and name in INPUT_GEMMS
     if isinstance(experts, Experts) and shared:
         return experts.input
     return model.get_submodule(gemm)
@@ -202,24 +262,34 @@ def shared_inputs(model: nn.Module, gemms: Iterable[str]) -> dict[nn.Module, lis
 
 
 def unfold(model: PreTrainedModel) -> None:
-    """Replace the fused experts of `model` that have the supported form by a module for each expert, without values."""
-    for name, module in fused(model).items():
-        model.set_submodule(name, apart(module))
+    """Replace the fused experts of `model` that have a supported form by a module for each expert, without values."""
+    for name, form in fused(model).items():
+        model.set_submodule(name, apart(model.get_submodule(name), form))
 
 
-def fused(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The modules of `model` with fused experts in the supported form, by name."""
-    shaped = {name: module for name, module in model.named_modules() if _has_the_shapes(module)}
-    first_of_type = {type(module): module for module in shaped.values()}
-    taken = {kind for kind, module in first_of_type.items() if computes_the_same(module)}
-    return {name: module for name, module in shaped.items() if type(module) in taken}
+def fused(model: PreTrainedModel) -> dict[str, type[Expert]]:
+    """The modules of `model` with fused experts in a supported form, by name, and the form."""
+    forms: dict[type[nn.Module], type[Expert] | None] = {}
+    modules: dict[str, type[Expert]] = {}
+    for name, module in model.named_modules():
+        shaped = [form for form in EXPERT_FORMS if _has_the_shapes(module, form)]
+        if not shaped:
+            continue
+        kind = type(module)
+        if kind not in forms:
+            forms[kind] = next((form for form in shaped if computes_the_same(module, form)), None)
+        if (form := forms[kind]) is not None:
+            modules[name] = form
+    return modules
 
 
-def apart(module: nn.Module) -> Experts:
-    """Make experts without values for the fused `module`."""
+def apart(module: nn.Module, form: type[Expert]) -> Experts:
+    """Make experts of that form without values for the fused `module`."""
     down = module.get_parameter("down_proj")
     number, width, inner = down.shape
-    return Experts(Expert(width, inner, module.act_fn, down) for _ in range(number))  # type: ignore[arg-type]
+    act = form.activation(module)
+    assert act is not None, "a module of the form has one"
+    return Experts(form(width, inner, act, down) for _ in range(number))
 
 
 def _empty_linear(width: int, height: int, like: torch.Tensor) -> nn.Linear:
@@ -231,17 +301,18 @@ def _empty_linear(width: int, height: int, like: torch.Tensor) -> nn.Linear:
     return linear
 
 
-def _has_the_shapes(module: nn.Module) -> bool:
-    """Tell whether `module` has the two fused parameters, in matching shapes, and an activation."""
+def _has_the_shapes(module: nn.Module, form: type[Expert]) -> bool:
+    """Tell whether `module` has the two fused parameters of `form`, in matching shapes, and an activation."""
     parameters = dict(module.named_parameters())
-    if parameters.keys() != FUSED.keys() or not hasattr(module, "act_fn"):
+    if parameters.keys() != form.fused.keys() or form.activation(module) is None:
         return False
     number, width, inner = (*parameters["down_proj"].shape, 0, 0, 0)[:3]
-    return tuple(parameters["gate_up_proj"].shape) == (number, 2 * inner, width)
+    first = next(iter(form.fused))
+    return tuple(parameters[first].shape) == (number, len(form.inputs()) * inner, width)
 
 
-def computes_the_same(module: nn.Module) -> bool:
-    """Tell whether the class of a fused `module` computes what `Experts` compute.
+def computes_the_same(module: nn.Module, form: type[Expert]) -> bool:
+    """Tell whether the class of a fused `module` computes what `Experts` of that `form` compute.
 
     Its own forward pass, not one of the faster ones that transformers puts in its place, is compared on random numbers,
     some of them so large that a limit on the gate would show.
@@ -252,17 +323,18 @@ def computes_the_same(module: nn.Module) -> bool:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=random, device="cpu", dtype=torch.float64)
 
+    first = next(iter(form.fused))
     trial = copy(module)
     trial._parameters = {
-        "gate_up_proj": nn.Parameter(draw(number, 2 * inner, width)),
+        first: nn.Parameter(draw(number, len(form.inputs()) * inner, width)),
         "down_proj": nn.Parameter(draw(number, width, inner)),
     }
     vars(trial)["num_experts"] = number
-    ours = apart(trial)
+    ours = apart(trial, form)
     for name, tensor in ours.named_parameters():
-        index, _, part = name.removesuffix(".weight").partition(".")
-        of, rows = next((of, parts.index(part)) for of, parts in FUSED.items() if part in parts)
-        tensor.data = trial.get_parameter(of)[int(index)].chunk(len(FUSED[of]))[rows]
+        index, _, gemm = name.removesuffix(".weight").partition(".")
+        of = stack_of(form, gemm)
+        tensor.data = trial.get_parameter(of)[int(index)].chunk(len(form.fused[of]))[form.fused[of].index(gemm)]
     chosen = torch.stack([torch.randperm(number, generator=random, device="cpu")[:2] for _ in range(tokens)])
     arguments = (20 * draw(tokens, width), chosen, draw(tokens, 2))
     with torch.no_grad():
@@ -272,3 +344,13 @@ def computes_the_same(module: nn.Module) -> bool:
         except (TypeError, AttributeError, RuntimeError):
             return False
         return isinstance(theirs, torch.Tensor) and bool(torch.allclose(theirs, expected, rtol=1e-9))
+
+
+def stack_of(form: type[Expert], gemm: str) -> str:
+    """The fused parameter that holds the weights of `gemm` of all experts."""
+    return next(stack for stack, gemms in form.fused.items() if gemm in gemms)
+
+
+def gemms_of_stack(stack: str) -> tuple[str, ...]:
+    """The GEMMs of an expert whose weights the fused parameter `stack` of any form holds, in their order."""
+    return Expert.fused.get(stack, (stack,))

@@ -2,8 +2,9 @@
 
 Mixtral's files have `block_sparse_moe.experts.N.w1.weight`, Qwen's `mlp.experts.N.gate_proj.weight`, and files of
 transformers 5 with `save_original_format=False` have all experts in one tensor. transformers' table says which of these
-become which part of `gate_up_proj` and `down_proj`, so fp8q needs no names of architectures. A fused tensor is read as
-views, one for each expert and GEMM, under the names of the original format, which other loaders read.
+become which part of `gate_up_proj` (`up_proj` where there is no gate) and `down_proj`, so fp8q needs no names of
+architectures. A fused tensor is read as views, one for each expert and GEMM, under the names of the original format,
+which other loaders read.
 """
 
 import re
@@ -11,7 +12,7 @@ from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ..checkpoint.weights import TensorPart
-from .expert_modules import FUSED, experts_of
+from .expert_modules import experts_of, gemms_of_stack, stack_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +43,7 @@ def views(model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]) -> di
             )
             continue
         experts, _, tensor = fused[name].rpartition(".")
-        projections = FUSED[tensor]
+        projections = gemms_of_stack(tensor)
         rows = shape[1] // len(projections)
         for expert in range(shape[0]):
             for half, projection in enumerate(projections):
@@ -61,7 +62,7 @@ class Conversions:
 
         self.experts = experts_of(model)
         #: The fused tensors that there would be, by name.
-        self.fused = {f"{name}.{tensor}": tensor for name in self.experts for tensor in FUSED}
+        self.fused = {f"{name}.{tensor}": tensor for name, made in self.experts.items() for tensor in made.form.fused}
         table = get_model_conversion_mapping(model) if self.experts or dense else []
         self._renamings = [conversion for conversion in table if isinstance(conversion, WeightRenaming)]
         self._converters: list[WeightConverter] = [
@@ -141,7 +142,7 @@ class Conversions:
         made = self._maker(tensor)
         if made is None or pattern not in made.source_patterns:
             return None
-        return FUSED[tensor][made.source_patterns.index(pattern)]
+        return gemms_of_stack(tensor)[made.source_patterns.index(pattern)]
 
     def reads_single_experts(self, tensor: str) -> bool:
         """Tell whether transformers loads the fused `tensor` from files that hold each expert's weights apart."""
@@ -151,14 +152,15 @@ class Conversions:
         """The conversion to `tensor` that stacks all experts and concatenates gate and up."""
         from transformers.core_model_loading import Concatenate, MergeModulelist
 
-        kinds: list[type] = [MergeModulelist] if len(FUSED[tensor]) == 1 else [MergeModulelist, Concatenate]
+        gemms = gemms_of_stack(tensor)
+        kinds: list[type] = [MergeModulelist] if len(gemms) == 1 else [MergeModulelist, Concatenate]
         for converter in self._converters:
             axes = [getattr(operation, "dim", None) for operation in converter.operations]
             if (
                 converter.target_patterns[0].endswith(f"experts.{tensor}")
                 and [type(operation) for operation in converter.operations] == kinds
                 and axes == [0, 1][: len(kinds)]
-                and len(converter.source_patterns) == len(FUSED[tensor])
+                and len(converter.source_patterns) == len(gemms)
             ):
                 return converter
         return None
@@ -187,12 +189,15 @@ class Conversions:
         has none.
         """
         ours = f"{experts}.{number}.{projection}.weight"
-        tensor = next(tensor for tensor, projections in FUSED.items() if projection in projections)
+        tensor = stack_of(self.experts[experts].form, projection)
         if (made := self._maker(tensor)) is None:
             return ours
         pattern, target = (
             _unescaped(patterns[index])
-            for patterns, index in ((made.source_patterns, FUSED[tensor].index(projection)), (made.target_patterns, 0))
+            for patterns, index in (
+                (made.source_patterns, gemms_of_stack(tensor).index(projection)),
+                (made.target_patterns, 0),
+            )
         )
         full = f"{experts}.{tensor}".removesuffix(target) + pattern.replace("*", str(number))
         return next(

@@ -20,7 +20,7 @@ from ...calibrate.input.untrusted import error_text
 from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.model.caches import keeps_states, new_cache
 from ...calibrate.model.classes import code_of
-from ...calibrate.model.expert_modules import experts_of
+from ...calibrate.model.expert_modules import Expert, experts_of
 from ...calibrate.model.gemms import attention_modules, cache_shapes
 from .graph_model import text_input
 from .replaced_attention import fix_frequencies, replace, replaceable, restore
@@ -71,7 +71,10 @@ def unsupported(model: "PreTrainedModel") -> str | None:
 def _unsupported(model: "PreTrainedModel", text: "PreTrainedConfig") -> str | None:
     if keeps_states(text):
         return "keeps more than keys and values (a recurrent state, or an indexer's keys), which the graph does not"
-    if (number := sum(len(experts.experts) for experts in experts_of(model).values())) > MOST_BRANCHES:
+    layers_of_experts = experts_of(model).values()
+    if any(experts.form is not Expert for experts in layers_of_experts):
+        return "has experts without a gate, or with one of their own, which the graph does not compute"
+    if (number := sum(len(experts.experts) for experts in layers_of_experts)) > MOST_BRANCHES:
         return (
             f"has {number:,} experts in its layers, each a branch of the graph, and engines of more than "
             f"{MOST_BRANCHES} are not worth building"

@@ -11,7 +11,7 @@ from copy import deepcopy
 import torch
 from torch import nn
 
-from ...calibrate.model.expert_modules import FUSED, Expert, Experts
+from ...calibrate.model.expert_modules import Expert, Experts
 from . import operators
 from .attention import as_sequences
 
@@ -99,7 +99,7 @@ def expert_kinds(experts: Sequence[Expert]) -> list[list[int]]:
     """Group the numbers of the experts by kind: experts whose linear layers have equal types, terms and tail."""
     kinds: dict[object, list[int]] = {}
     for number, expert in enumerate(experts):
-        linears = [expert.get_submodule(name) for names in FUSED.values() for name in names]
+        linears = [expert.get_submodule(name) for names in Expert.fused.values() for name in names]
         description = tuple((type(linear), has_two_terms(linear), getattr(linear, "tail", None)) for linear in linears)
         kinds.setdefault(description, []).append(number)
     return [*kinds.values()]

@@ -19,7 +19,7 @@ from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 
 from ...calibrate.input.untrusted import foreign
 from ...calibrate.model.classes import non_text_modules
-from ...calibrate.model.expert_modules import FUSED, fused, unfold
+from ...calibrate.model.expert_modules import Expert, fused, unfold
 from ...calibrate.model.expert_names import Conversions, views
 from ...calibrate.model.gemms import multiplies_as_linear
 from ...core.headers import StoredTensor
@@ -161,9 +161,9 @@ class _Judge:
             if not self.table.reads_single_experts(leaf):
                 return Judgement(module_name, WHOLE, place=place)
             return Judgement(module_name, place=place, parts=("",))
-        if as_stored and patched and leaf in FUSED:
+        if as_stored and patched and leaf in Expert.fused:
             stem = name.rpartition(".")[0]
-            parts = tuple(f"{stem}.{index}.{part}" for index in range(shape[0]) for part in FUSED[leaf])
+            parts = tuple(f"{stem}.{index}.{part}" for index in range(shape[0]) for part in Expert.fused[leaf])
             return Judgement(module_name, place=place, parts=parts, turned=True)
         if getattr(module, "is_transposed", False):
             return Judgement(module_name, TURNED, place=place)

@@ -16,6 +16,8 @@ from fp8q.calibrate.model.bf16_gemms import gemms_in_fp32
 from fp8q.calibrate.model.expert_modules import (
     Expert,
     Experts,
+    ExpertWithoutGate,
+    ExpertWithOwnGate,
     computes_the_same,
     experts_of,
     routes,
@@ -23,7 +25,7 @@ from fp8q.calibrate.model.expert_modules import (
 )
 from fp8q.calibrate.model.source import load_model, meta_model, open_source
 
-from ...mixtures import MIXTURES, random_mixture
+from ...mixtures import MIXTURES, WITH_OWN_GATE, WITHOUT_GATE, random_mixture, random_of
 from ...noise import SAME_CODES, largest_noise
 from .damage import refusal, rewrite
 
@@ -51,6 +53,18 @@ def test_logits_are_those_of_transformers(name: str, original: bool, tmp_path: P
     source = open_source(str(path))
     assert not bool(source.parts) or not original
     check_logits(load_model(source, torch.float32), load_model(source, torch.bfloat16), path)
+
+
+@pytest.mark.parametrize(("mixture", "form"), [(WITHOUT_GATE, ExpertWithoutGate), (WITH_OWN_GATE, ExpertWithOwnGate)])
+def test_other_forms_compute_what_transformers_does(
+    mixture: tuple[str, dict[str, Any]], form: type[Expert], tmp_path: Path
+) -> None:
+    """Nemotron 3's experts have no gate, MiniMax-M3's limit it."""
+    path = random_of(tmp_path / "model", *mixture)
+    source = open_source(str(path))
+    fp32 = load_model(source, torch.float32)
+    assert {experts.form for experts in experts_of(fp32).values()} == {form}
+    check_logits(fp32, load_model(source, torch.bfloat16), path)
 
 
 def check_logits(fp32: PreTrainedModel, bf16: PreTrainedModel, path: Path) -> None:
@@ -185,10 +199,28 @@ class Limited(Fused):
         return gate, up
 
 
+class LimitedByFunction(Fused):
+    """As MiniMax-M3 does, by the function that transformers calls too."""
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for token in range(len(x)):
+            for expert, weight in zip(index[token], weights[token], strict=True):
+                inner = self._apply_gate(self.gate_up_proj[expert] @ x[token])
+                out[token] += weight * (self.down_proj[expert] @ inner)
+        return out
+
+    def _apply_gate(self, both: torch.Tensor) -> torch.Tensor:
+        gate, up = both.clamp(-7, 7).chunk(2, dim=-1)
+        return (up + 1) * gate
+
+
 def test_a_class_is_taken_for_what_it_computes() -> None:
-    assert computes_the_same(Fused())
-    assert not computes_the_same(Interleaved())
-    assert not computes_the_same(Limited())
+    assert computes_the_same(Fused(), Expert)
+    assert not computes_the_same(Interleaved(), Expert)
+    assert not computes_the_same(Limited(), Expert)
+    assert computes_the_same(LimitedByFunction(), ExpertWithOwnGate)
+    assert not computes_the_same(LimitedByFunction(), Expert)
 
 
 def experts() -> Experts:
@@ -253,8 +285,8 @@ def test_other_forms_are_refused_by_name(
     config.save_pretrained(path)
     assert refusal(path) == (
         f"{path}: {architecture} is a mixture of experts ({module}, {kind}) in a form that fp8q does not do for now: "
-        "its weights are not gate_up_proj and down_proj alone, or it computes something else with them; give a model "
-        "of another architecture"
+        "its weights are not gate_up_proj (or up_proj) and down_proj alone, or it computes something else with "
+        "them; give a model of another architecture"
     )
 
 

@@ -30,6 +30,8 @@ from fp8q.calibrate.model.skeleton import empty, skeleton
 from fp8q.core.run import Run
 from fp8q.quantize.reference.fp8_model import fp8_cache, load_reference
 
+from ...mixtures import WITHOUT_GATE, random_of
+
 DEMO = Path(__file__).resolve().parents[3] / "examples" / "demo"
 IDS = torch.arange(3, 27)[None]
 
@@ -172,6 +174,31 @@ def test_a_hybrid_is_calibrated_streamed_and_run(
     logits = reference.model(input_ids=IDS, past_key_values=reference.new_cache(), use_cache=True).logits
     original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(input_ids=IDS).logits
     assert (logits - original).norm() < 0.5 * original.norm()
+
+
+@pytest.mark.slow
+def test_experts_without_a_gate_get_codes_that_transformers_loads(calibrated: Calibrate, tmp_path: Path) -> None:
+    """Nemotron 3's kind, rounded by GPTQ: two weights an expert, under the names of its files."""
+    run = calibrated(random_of(tmp_path / "model", *WITHOUT_GATE), weight_rounding="gptq")
+    weights = json.loads((run / "scales.json").read_text(encoding="utf-8"))["weights"]
+    experts = {name for name in weights if ".experts." in name}
+    assert experts == {
+        f"model.layers.1.mixer.experts.{expert}.{gemm}" for expert in range(4) for gemm in ("up_proj", "down_proj")
+    }
+    assert "more than keys and values" in str(Run(run).without_graph())
+    stored = {
+        name: tensor for file in (run / "model").glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    assert stored["backbone.layers.1.mixer.experts.3.up_proj.weight"].dtype == torch.float8_e4m3fn
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        run / "model", dtype=torch.bfloat16, output_loading_info=True
+    )  # fmt: skip
+    assert not [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in info[kind]]
+    reference = load_reference(run / "model", "exact", torch.float32)
+    with torch.no_grad():
+        logits = reference.model(input_ids=IDS, past_key_values=reference.new_cache(), use_cache=True).logits
+        theirs = loaded(input_ids=IDS).logits.float()
+    assert (logits - theirs).norm() < 0.1 * theirs.norm()
 
 
 @pytest.mark.slow
