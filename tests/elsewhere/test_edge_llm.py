@@ -54,7 +54,7 @@ def exported(
     tensors[SMALL] = torch.full_like(tensors[SMALL], SCALE)
     save_file(tensors, shard, {"format": "pt"})
     (run.model / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")  # it asks for one
-    command = [python, "-P", "-m", "tensorrt_edgellm.scripts.export", run.model, folder / "onnx"]
+    command: list[str | Path] = [python, "-P", "-m", "tensorrt_edgellm.scripts.export", run.model, folder / "onnx"]
     done = subprocess.run(
         command, capture_output=True, check=False, text=True, timeout=LIFE_S,
         env=os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},

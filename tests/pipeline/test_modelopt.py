@@ -9,6 +9,7 @@ import pytest
 
 from fp8q import api
 from fp8q.core.run import Run
+from fp8q.options.scales import Layout
 from tests.serve.web.started_server import in_thread
 
 from ..command_result import Result
@@ -21,7 +22,7 @@ WINDOWS = 4
 PROMPT = "def read_file(path):"
 
 
-def remade(demo_run: Run, folder: Path, layout: str) -> Run:
+def remade(demo_run: Run, folder: Path, layout: Layout) -> Run:
     """The demo's run with one scale for each weight, in `layout`."""
     made = Run(Path(shutil.copytree(demo_run.root, folder / "run")))
     api.scales(made.root, api.RescaleOptions(weight_scale="tensor", form=("one",), layout=layout))
