@@ -58,18 +58,18 @@ NO_GRAPH = "There is no ONNX graph: {reason}. `fp8q generate RUN --runtime refer
 #: The paragraph on activations in two terms.
 TERMS = """\
 **In two terms**: where fp8q's graphs and engines read the input of {modules}, a value is two E4M3 codes,
-scale × (a + b/16), which is exact for a BF16 number between a 64th of the scale and 476 times it. vLLM reads both with
-the plugin fp8q-vllm, and transformers with `fp8q.api.load`. Without these one term runs here, with the loss of
-ordinary FP8 activations.
+scale × (a + b/16), which is exact for a BF16 number between a 64th of the scale and 476 times it. transformers
+multiplies both with `fp8q.api.load`; vLLM with the plugin fp8q-vllm multiplies in 16 bits instead, by the same
+weights, and loses no more. Without these one term runs here, with the loss of ordinary FP8 activations.
 
 """
 #: The paragraph on activations with a tail.
 TAIL = """\
 **Exact answers**: where fp8q's graphs and engines read the input of {modules}, each decoded token and the
 last {positions} positions of a prompt have two E4M3 codes a value, scale × (a + b/16), which is exact for a BF16
-number between a 64th of the scale and 476 times it; the rest of a prompt has one. vLLM does so too with the plugin
-fp8q-vllm, and transformers with `fp8q.api.load`. Without these one term runs throughout, with the loss of ordinary FP8
-activations.
+number between a 64th of the scale and 476 times it; the rest of a prompt has one. transformers does so too with
+`fp8q.api.load`; vLLM with the plugin fp8q-vllm multiplies those tokens in 16 bits instead, by the same weights, and
+loses no more. Without these one term runs throughout, with the loss of ordinary FP8 activations.
 
 """
 #: The paragraph on modules of which the weight alone is FP8.

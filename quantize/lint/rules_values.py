@@ -1,4 +1,4 @@
-"""Rules C111 to C115: the values of scales.
+"""Rules C111 to C115 and C134: the values of scales.
 
 The right size of a scale follows from the codes: value = code × scale, and the largest code is 448. A writer that
 scales by amax stores amax / 448, so 448 × scale is the largest value that the scale can represent. No weight of a
@@ -23,6 +23,8 @@ DEFAULT = 1.0
 STARVED = (DEFAULT, 0.5)
 #: The largest factor between an expert's scale and the median of its layer.
 FAR = 32.0
+#: The smallest scale from which on FP16 has every BF16 number, up to its largest: eight bits, the last 2^-24.
+LEAST_IN_FP16 = 2.0**-17
 EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.+)", re.DOTALL)
 
 
@@ -118,3 +120,20 @@ def expert_apart(checkpoint: Checkpoint) -> Broken:
         for name, value in group:
             if value not in STARVED and not 1 / FAR <= value / median <= FAR:
                 yield name, f"is {value:.4g}, and the median of its layer's {median:.4g}; calibrate with more text"
+
+
+@checkpoint_rule("C134", "scale-in-fp16", "warning")
+def scale_in_fp16(checkpoint: Checkpoint) -> Broken:
+    """In ModelOpt's layout with one scale a tensor, none is under 2^-17: TensorRT Edge-LLM 0.11 reads that layout, and
+    holds scales in FP16. From 2^-17 on FP16 has every BF16 number; below, scales become multiples of 2^-24, up to 2^-25
+    zero, and all values of the tensor others.
+    """
+    granularities = {codes.scheme.weights for codes in checkpoint.codes.values()}
+    if checkpoint.declared.form != "modelopt" or "tensor" not in granularities:
+        return
+    for kind in ("weight", "input", "cache"):
+        for name, values in _values(checkpoint, kind):
+            positive = _positive(values)
+            if positive.size and (scale := float(positive.min())) < LEAST_IN_FP16:
+                fault = f"is {scale:.3g}, under 2^-17: TensorRT Edge-LLM holds it in FP16, as {np.float16(scale):.3g}"
+                yield name, f"{fault}; leave the module in BF16, or take another server"

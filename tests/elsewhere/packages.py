@@ -1,4 +1,4 @@
-"""The environments of vLLM, lm-eval and clients of servers, which want other versions than fp8q, or more.
+"""The environments of vLLM, Edge-LLM, lm-eval and clients of servers, which want other versions than fp8q, or more.
 
 Each lies on top of the environment that runs the tests, as `.venv/vllm` and `.venv/lm-eval`, and holds only what that
 one does not bring, or brings in another version; torch, 750 MB of it, is not there twice. `vllm.txt` and its like

@@ -98,6 +98,22 @@ def test_codes_scales_and_logits_are_those_of_the_other_layout(
     assert torch.equal(*logits)
 
 
+def test_modelopts_own_function_reads_the_values_of_its_weights(static: Run) -> None:
+    """Its wheel has no loader of such checkpoints, only that for one weight."""
+    from modelopt.torch.export.quant_utils import QUANTIZATION_FP8, from_quantized_weight
+
+    fp8 = fp8_source(open_source(str(static.model), recognize=recognize))
+    assert fp8 is not None
+    stored = tensors_of(static.model)
+    weights = [name for name, tensor in stored.items() if tensor.dtype == torch.float8_e4m3fn]
+    assert len(weights) == 7
+    for name in weights:
+        values = from_quantized_weight(stored[name], stored[f"{name}_scale"], QUANTIZATION_FP8, torch.float32)
+        decoded = fp8.decoded(name, stored.__getitem__)
+        assert decoded is not None
+        assert torch.equal(values.to(decoded.dtype), decoded), name
+
+
 def test_what_reads_a_run_reads_it(static: Run, fp8q: Callable[..., Any]) -> None:
     checkpoint, findings = checkpoint_findings(static.model)
     assert (findings, checkpoint.declared.form, len(checkpoint.cache_scales)) == ([], "modelopt", 8)

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from fp8q import api
 from fp8q.core.run import Run
 from fp8q.quantize.lint.check import RULES, checkpoint_findings
+from fp8q.quantize.lint.rules_values import LEAST_IN_FP16
 from fp8q.quantize.lint.rules_weights import count_nan
 
 from ..reading import fp8_checkpoints
@@ -330,6 +331,8 @@ CASES = {
                                         ("modelopt",)),
     "static scales of inputs that are scaled later": Case("C133", say_per_token, lambda it: it.input_scale(
         "model.layers.0.mlp.down_proj"), ("modelopt",), also=frozenset({"C108"})),
+    "a scale that FP16 does not have": Case("C134", lambda it: it.tensors.update(
+        {f"{O}.weight_scale": torch.tensor(1.9 * 2.0**-20)}), of(f"{O}.weight_scale"), ("modelopt",)),
     "a weight cut off": Case("C125", lambda it: it.tensors.update(
         {f"{O}.weight": it.tensors[f"{O}.weight"][:64, :100]}), of(f"{O}.weight"), STATIC),
 }  # fmt: skip
@@ -495,3 +498,11 @@ def test_codes_of_a_projection_that_is_called_as_a_head_are_none(
     it.tensors["encoder.mid.proj_out.weight_scale"] = torch.tensor([0.001])
     it.save()
     assert [finding.rule for finding in checkpoint_findings(it.folder)[1] if finding.rule == "C118"] == rules
+
+
+def test_from_that_scale_on_fp16_has_every_bf16_number_and_under_it_not() -> None:
+    numbers = torch.arange(1, 0x7F80).short().view(torch.bfloat16).float()  # all that are positive and finite
+    in_fp16 = numbers.half().float() == numbers
+    assert in_fp16[(numbers >= LEAST_IN_FP16) & (numbers <= 65_504)].all()
+    assert not in_fp16[numbers < LEAST_IN_FP16][-1]
+    assert float(numbers[numbers.half() == 0].max()) == 2.0**-25

@@ -117,8 +117,9 @@ def test_inspecting_shows_them_and_the_card_says_who_runs_one(run: Run) -> None:
     assert (
         "**In two terms**: where fp8q's graphs and engines read the input of every FP8 GEMM, a value is two E4M3 "
         "codes,\nscale × (a + b/16), which is exact for a BF16 number between a 64th of the scale and 476 times it. "
-        "vLLM reads both with\nthe plugin fp8q-vllm, and transformers with `fp8q.api.load`. Without these one term "
-        "runs here, with the loss of\nordinary FP8 activations.\n"
+        "transformers\nmultiplies both with `fp8q.api.load`; vLLM with the plugin fp8q-vllm multiplies in 16 bits "
+        "instead, by the same\nweights, and loses no more. Without these one term runs here, with the loss of ordinary "
+        "FP8 activations.\n"
     ) in card
 
 
