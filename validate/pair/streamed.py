@@ -130,11 +130,11 @@ class StreamedModel(LayerPass):
         """Turn an exception of the model in this block into a BackendError; a disk's passes."""
         return foreign(lambda error: BackendError(self.name, f"failed {where} ({error_line(error)})"), OSError)
 
-    def behind(self, model: Any, batch: int, **named: object) -> Any:
-        """The outputs of `model`, with its modules outside the layers, for what left the last layer."""
+    def behind(self, model: Any, tokens: npt.NDArray[np.int64], leaving: torch.Tensor, **named: object) -> Any:
+        """The outputs of `model`, with its modules outside the layers, for what left the last layer at `tokens`."""
         chain = self.chain
-        ids = torch.from_numpy(self.batches[batch]).to(chain.device)
-        return outputs_behind(model, chain.layers, chain.layer_output, ids, self.leaving(batch), **named)
+        ids = torch.from_numpy(tokens).to(chain.device)
+        return outputs_behind(model, chain.layers, chain.layer_output, ids, leaving, **named)
 
 
 class PairStream:
@@ -231,9 +231,10 @@ class PairStream:
         ):
             compared = ComparedModules(original, candidate, self._in_part(None))
             for batch in self.windows.modules:
+                ids = self.windows.modules[batch]
                 with compared.adding():
-                    ours = base.behind(original, batch, output_hidden_states=True)
-                theirs = compared_with.behind(candidate, batch, output_hidden_states=True)
+                    ours = base.behind(original, ids, base.leaving(batch), output_hidden_states=True)
+                theirs = compared_with.behind(candidate, ids, compared_with.leaving(batch), output_hidden_states=True)
                 hidden.add(ours.hidden_states[-1], theirs.hidden_states[-1])
             return self._results(None, hidden, compared, (original, candidate))
 
@@ -272,10 +273,20 @@ class PairStream:
 
     @contextmanager
     def openers(self) -> Iterator[dict[str, Opener]]:
-        """Give what opens each model for the batches that were run: its modules behind the layers, which one model at a
+        """Give what opens each model for the windows that were run: its modules behind the layers, which one model at a
         time has in memory.
+
+        They may be asked for in smaller batches than were run, where the disk has no room for the logits of those.
         """
-        batches = {ids.tobytes(): batch for batch, ids in self.windows.scored.items()}
+        rows: dict[bytes, tuple[int, slice]] = {}
+        for batch, ids in self.windows.scored.items():
+            rows |= {window.tobytes(): (batch, slice(row, row + 1)) for row, window in enumerate(ids)}
+        rows |= {ids.tobytes(): (batch, slice(None)) for batch, ids in self.windows.scored.items()}
+
+        def leaving(model: StreamedModel, ids: npt.NDArray[np.int64]) -> torch.Tensor:
+            parts = [ids] if ids.tobytes() in rows else ids
+            stored = [rows[part.tobytes()] for part in parts]
+            return torch.cat([model.leaving(batch)[row] for batch, row in stored])
 
         def opener(model: StreamedModel) -> Opener:
             def open_model() -> AnyForward:
@@ -284,7 +295,7 @@ class PairStream:
 
                 def forward(ids: npt.NDArray[np.int64]) -> torch.Tensor:
                     with gemms_in_fp32():
-                        logits: torch.Tensor = model.behind(behind, batches[ids.tobytes()]).logits
+                        logits: torch.Tensor = model.behind(behind, ids, leaving(model, ids)).logits
                     return logits
 
                 return forward
