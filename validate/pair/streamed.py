@@ -25,7 +25,7 @@ from pydantic import Field
 
 from ...calibrate.input.untrusted import foreign
 from ...calibrate.measure.chain import LayerChain, Observing
-from ...calibrate.measure.hidden_states import Batches
+from ...calibrate.measure.hidden_states import Batches, files_in_turn, states_bytes
 from ...calibrate.measure.stream import LayerPass, check_room, layers_to_run
 from ...calibrate.model.bf16_gemms import gemms_in_fp32
 from ...calibrate.model.decoder import LayerOutput, outputs_behind
@@ -91,11 +91,6 @@ class StreamedWindows:
         return {**self.scored, **self.modules}
 
 
-def _files(folder: Path, name: str) -> list[Path]:
-    """The files of a model's hidden states."""
-    return [folder / f"{name}-{parity}" for parity in range(2)]
-
-
 def check_disk(
     folder: Path, outputs: Mapping[str, LayerOutput], windows: StreamedWindows, disk: Path, remedy: str = REMEDY
 ) -> None:
@@ -103,9 +98,9 @@ def check_disk(
     a `remedy` besides freeing space.
     """
     sizes = {
-        file: sum(ids.size for ids in windows.of(name).values()) * output.width * output.dtype.itemsize
+        file: states_bytes(windows.of(name), output)
         for name, output in outputs.items()
-        for file in _files(folder, name)
+        for file in files_in_turn(folder, name)
     }
     check_room(disk, sizes, OPTION, remedy)
 
@@ -157,7 +152,7 @@ class PairStream:
         self.layers = next(iter(self.models.values())).chain.layers
 
     def _model(self, name: str, chain: LayerChain) -> StreamedModel:
-        model = StreamedModel.of(chain, self.windows.of(name), _files(self.folder, name))
+        model = StreamedModel.of(chain, self.windows.of(name), files_in_turn(self.folder, name))
         model.name = name
         return model
 
