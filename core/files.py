@@ -321,6 +321,13 @@ def make_directory(path: Path) -> list[Path]:
     return missing
 
 
+def copy_files(files: Mapping[str, Path], directory: Path) -> None:
+    """Copy `files` under their names in `directory`, with the folders that these lie in."""
+    for name, file in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, directory / name)
+
+
 def remove_empty(folders: Iterable[Path]) -> None:
     """Remove `folders`, the innermost first, up to one that holds something, or is another's."""
     with suppress(OSError):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Self
 
+from pydantic import BaseModel
 from safetensors import SafetensorError
 
 from .errors import InputError
@@ -187,7 +188,7 @@ def key_text(key: Mapping[str, object]) -> str:
 @dataclass
 class Saved:
     """The progress of a stage, a base class: its fields, which JSON can store and which have defaults, are saved in the
-    file at `path`, in a work folder.
+    file at `path`, in a work folder. Of pydantic's models in them the subclass makes models again.
     """
 
     path: Path
@@ -204,4 +205,4 @@ class Saved:
         """Write all fields to the file."""
         values = {saved.name: getattr(self, saved.name) for saved in fields(self) if saved.name != "path"}
         with replacing(self.path) as partial:
-            partial.write_text(json.dumps(values), encoding="utf-8")
+            partial.write_text(json.dumps(values, default=BaseModel.model_dump), encoding="utf-8")

@@ -91,7 +91,7 @@ def learn_blocks(
         ) from error
     before, after = learning.divergences()
     losses = learning.done.losses
-    learning.done.save(run.distilled, learning.outside_codes())
+    learning.done.save_codes(run.distilled, learning.outside_codes())
     if stopped := _stopped(losses, steps):
         notes.note(f"distill: {stopped}; the weights of the best moment before it stay")
     return Distillation(

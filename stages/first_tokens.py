@@ -66,7 +66,7 @@ def weigh_first_tokens(
             with FIRST_TOKENS.working(run, key, notes) as folder:
                 layerwise = LayerwiseFirstTokens(source, batches, folder, device())
                 layerwise.run(notes.report, "Weighing first tokens in")
-                squares = layerwise.results.done.squares
+                squares = layerwise.results.squares
         else:
             squares = _in_memory(source, batches, notes)
         weights = {module: sums.weight for module, sums in squares.items()}

@@ -17,6 +17,16 @@ from ..model.decoder import LayerOutput
 Batches = Mapping[int, npt.NDArray[np.int64]]
 
 
+def states_bytes(batches: Batches, output: LayerOutput) -> int:
+    """The bytes of the hidden states of all batches at one place."""
+    return sum(ids.size for ids in batches.values()) * output.width * output.dtype.itemsize
+
+
+def files_in_turn(folder: Path, name: str) -> list[Path]:
+    """The files of the hidden states that enter a layer of the model `name` and that leave it, in turn."""
+    return [folder / f"{name}-{parity}" for parity in range(2)]
+
+
 class HiddenStates:
     """The hidden states of all batches, one after the other, in a memory-mapped file, whose pages can leave memory."""
 

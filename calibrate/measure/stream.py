@@ -26,16 +26,20 @@ from transformers import DynamicCache
 
 from ...core.columns import size as size_text
 from ...core.errors import InputError
+from ...core.output_folder import Saved
 from ...core.reporter import Reporter
 from ..model.copies import Copies, copies_of
-from ..model.decoder import LayerCall, run_after
+from ..model.decoder import LayerCall, LayerOutput, run_after
 from ..model.expert_modules import routed_gemms
 from ..model.source import Source
 from .chain import Chain, LayerChain, Observing
-from .hidden_states import Batches, HiddenStates
+from .hidden_states import Batches, HiddenStates, files_in_turn, states_bytes
 from .measurement import Measurement, weight_amax
 from .observe import Watch
 from .statistics import Statistics, TensorStatistics, added_tensors, load_arrays, save_arrays
+
+#: The remedy for a disk without the room, besides freeing some.
+FEWER_SAMPLES = "name another directory with --out, or ask for fewer --samples"
 
 
 def measure_streamed(
@@ -111,6 +115,29 @@ def layers_to_run(file: Callable[[int], Path], count: int, report: Reporter) -> 
     return range(done, count + 1)
 
 
+@dataclass
+class LayerSteps(Saved):
+    """The progress of a pass over layers, in a file: the steps that have ended, of which the first comes before the
+    layers and each other is a layer's. What they gave are fields of subclasses, or files.
+
+    A step that a killed call was in begins anew, so all that the next one reads is on the disk before a step ends.
+    """
+
+    steps: int = 0
+
+    def end(self, step: int) -> None:
+        """Record that so many steps have ended, and what they gave."""
+        self.steps = step
+        self.save()
+
+    def layers_left(self, count: int, report: Reporter) -> range:
+        """The numbers of those of `count` layers that are left, from 0, with a note where an earlier call began."""
+        left = range(max(self.steps - 1, 0), count)
+        if left and self.steps > 1:
+            going_on(report, self.steps, count)
+        return left
+
+
 class Stream(Chain):
     """The steps of one measurement.
 
@@ -125,9 +152,8 @@ class Stream(Chain):
         super().__init__(source, device)
         self.what = what
         self.folder = folder
-        size = what.tokens * self.layer_output.width * self.layer_output.dtype.itemsize
-        files = [folder / f"hidden-{parity}" for parity in range(2)]
-        check_space(folder, files, size, "--stream")
+        files = files_in_turn(folder, "hidden")
+        check_space(folder, files, states_bytes(what.parts, self.layer_output), "--stream")
         self.hidden = LayerPass.of(self, what.parts, files)
 
     def run(self, report: Reporter) -> None:
@@ -226,13 +252,24 @@ def going_on(report: Reporter, layer: int, count: int) -> None:
     report.note(f"going on at decoder layer {layer} of {count}, where an earlier call stopped")
 
 
-def check_space(
+def states_in_turn(
+    names: Sequence[str],
+    batches: Batches,
+    output: LayerOutput,
     folder: Path,
-    files: Sequence[Path],
-    size: int,
     option: str,
-    remedy: str = "name another directory with --out, or ask for fewer --samples",
-) -> None:
+    remedy: str = FEWER_SAMPLES,
+) -> list[list[HiddenStates]]:
+    """Take the room of the disk for the hidden states of the models `names` in `folder`, two files each.
+
+    Raises InputError where there is too little, which names the `option` that needs it and a `remedy`.
+    """
+    files = [files_in_turn(folder, name) for name in names]
+    check_space(folder, [file for pair in files for file in pair], states_bytes(batches, output), option, remedy)
+    return [[HiddenStates(file, batches, output) for file in pair] for pair in files]
+
+
+def check_space(folder: Path, files: Sequence[Path], size: int, option: str, remedy: str = FEWER_SAMPLES) -> None:
     """Raise InputError when the disk has no room for `files` of `size` bytes each; see `check_room`."""
     check_room(folder, dict.fromkeys(files, size), option, remedy)
 

@@ -7,7 +7,6 @@ written too, since readers without transformers, and other classes, have other d
 """
 
 import json
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +28,7 @@ from ...calibrate.model.tokenizer import (
     in_words,
     unnamed_tokens,
 )
-from ...core.files import json_text
+from ...core.files import copy_files, json_text
 
 #: The field of the tokens that end a text.
 END = "eos_token_id"
@@ -49,9 +48,7 @@ def write_companions(source: Source, directory: Path) -> TokenDifference | None:
 
     Returns how AutoTokenizer reads texts in another way all the same; None where it does not.
     """
-    for name, file in source.companions.items():
-        (directory / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, directory / name)
+    copy_files(source.companions, directory)
     with companion_directory(source) as where:
         auto = auto_tokenizer(source, where)
         agree = not (where / TOKENIZER).is_file() or difference(where, auto) is None
@@ -82,7 +79,7 @@ def difference_in_vllm(source: Source) -> TokenDifference | None:
         if difference(where, auto_tokenizer(source, where)) is None:
             return None
     with TemporaryDirectory() as made:
-        shutil.copyfile(source.path / "config.json", Path(made) / "config.json")
+        copy_files({"config.json": source.path / "config.json"}, Path(made))
         return write_companions(source, Path(made))
 
 

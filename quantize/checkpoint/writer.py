@@ -18,7 +18,6 @@ Tokenizer and chat templates lie beside the weights (`tokenizer_files`).
 """
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from ...calibrate.checkpoint.beside_weights import CARD_REASON, HIDDEN, beside_weights
+from ...calibrate.checkpoint.beside_weights import CARD_REASON, HIDDEN, BesideWeights, beside_weights
 from ...calibrate.checkpoint.companions import companion_files
 from ...calibrate.checkpoint.recognizer import QUANTIZATION_KEYS
 from ...calibrate.checkpoint.weights import INDEX, index_text
@@ -35,7 +34,7 @@ from ...calibrate.input.untrusted import read_json
 from ...calibrate.model.classes import nested
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
-from ...core.files import json_text
+from ...core.files import copy_files, json_text
 from ...core.reporter import Reporter
 from ...core.run_files import CARD
 from ..reading.dequantized import fp8_source
@@ -88,7 +87,8 @@ def quantize_checkpoint(
     if scales.format == "int8":
         write_config(source, directory, INTEGERS, layout.ties)
         return decisions
-    tokenized = _write_companions(source, directory, done, layout)
+    others = beside_weights(source.path, source.weight_files)
+    tokenized = _write_companions(source, directory, done, layout, others)
     remarks = (
         narrowing.remark,
         layout.ties.remark,
@@ -98,7 +98,7 @@ def quantize_checkpoint(
         layout.query_remark(done),
         layout.limit,
         layout.mtp_remark,
-        *_left_behind(source),
+        *(f"left beside the source: {line}" for line in others.remarks(CARD_REASON, HIDDEN)),
     )
     for remark in filter(None, remarks):
         report.note(remark)
@@ -253,26 +253,21 @@ def write_config(
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _left_behind(source: Source) -> list[str]:
-    """State which files beside the weights of `source` are not copied, and why."""
-    left = beside_weights(source.path, source.weight_files)
-    return [f"left beside the source: {line}" for line in left.remarks(CARD_REASON, HIDDEN)]
-
-
-def _copy_other_files(source: Source, directory: Path) -> None:
+def _copy_other_files(others: BesideWeights, source: Source, directory: Path) -> None:
     """Copy what lies beside the weights, but the files that loaders of tokenizers read, which an adapter may replace,
     and the folder of adapters, which is the checkpoint's own.
     """
-    files = beside_weights(source.path, source.weight_files).copied
+    names = [name for name in others.copied if name.partition("/")[0] != ADAPTERS]
     of_tokenizers = companion_files(source.path)
-    for name, file in files.items():
-        if name not in of_tokenizers and name.partition("/")[0] != ADAPTERS:
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, directory / name)
+    copy_files({name: others.copied[name] for name in names if name not in of_tokenizers}, directory)
 
 
-def _write_companions(source: Source, directory: Path, scales: Scales, layout: HfLayout) -> str | None:
-    """Write config.json, tokenizer, adapters and the model card; return a note on tokenizers that differ, if any."""
+def _write_companions(
+    source: Source, directory: Path, scales: Scales, layout: HfLayout, others: BesideWeights
+) -> str | None:
+    """Write config.json, tokenizer, adapters, `others` and the model card; return a note on tokenizers that differ, if
+    any.
+    """
     fields = form_fields(scales.forms, layout.bf16_cache.values())
     if patterns := patterns_of(layout.stored):
         fields["stored"] = patterns
@@ -294,11 +289,8 @@ def _write_companions(source: Source, directory: Path, scales: Scales, layout: H
             (directory / name).write_bytes(json_text(content))
     write_config(source, directory, quantization, layout.ties, **more)
     for adapter in source.adapters:
-        folder = directory / ADAPTERS / adapter.name
-        folder.mkdir(parents=True)
-        for path in adapter.files:
-            shutil.copyfile(path, folder / path.name)
-    _copy_other_files(source, directory)
+        copy_files({path.name: path for path in adapter.files}, directory / ADAPTERS / adapter.name)
+    _copy_other_files(others, source, directory)
     card = model_card(source, scales, layout, from_fp8=fp8_source(source) is not None)
     (directory / CARD).write_text(card, encoding="utf-8")
     remaining = write_companions(source, directory)

@@ -10,31 +10,30 @@ windows those of the FP8 model as it was. From these the divergence of the whole
 where it did not fall nothing changes. A killed call goes on at the layer it was in.
 
 `LearnedBlocks` stores the layers that have learned in a folder: a file of codes and scales for each, and their losses.
-A layer counts once its losses are written; one that a killed call left unfinished learns again.
+A layer counts once its losses are written (`LayerSteps`); one that a killed call left unfinished learns again.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import Field
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ...calibrate.measure.chain import Chain, cloned_calls
-from ...calibrate.measure.hidden_states import HiddenStates
+from ...calibrate.measure.hidden_states import HiddenStates, files_in_turn
 from ...calibrate.measure.scoring import kl_terms, log_softmax
-from ...calibrate.measure.stream import check_space, going_on
+from ...calibrate.measure.stream import LayerSteps, states_in_turn
 from ...calibrate.model.caches import new_cache
 from ...calibrate.model.decoder import LayerCall
 from ...calibrate.model.source import Source
-from ...core.files import Strict, read_document, replacing, write_document
+from ...core.files import replacing
 from ...core.memory import release_memory
 from ...core.reporter import Reporter
 from ..codes.encoding import CODE
@@ -101,27 +100,19 @@ class BlockLearning(Chain):
         self.stored = stored
         self.activations = activations
         self.text = text
-        self.done = LearnedBlocks(folder)
+        self.done: LearnedBlocks = LearnedBlocks.of(folder / "learned.json")
         output = self.layer_output
-        batches = text.batches
-        files = [folder / f"{model}-{parity}" for model in ("float", "learned") for parity in range(2)]
-        size = sum(ids.size for ids in batches.values()) * output.width * output.dtype.itemsize
-        check_space(folder, files, size, "--stream", "or ask for fewer --samples")
-        hidden = [HiddenStates(file, batches, output) for file in files]
-        self.float = hidden[:2]
-        self.learned = hidden[2:]
-        self.unlearned = [HiddenStates(folder / f"unlearned-{parity}", text.held_out, output) for parity in range(2)]
+        self.float, self.learned = states_in_turn(
+            ("float", "learned"), text.batches, output, folder, "--stream", "or ask for fewer --samples"
+        )
+        self.unlearned = [HiddenStates(file, text.held_out, output) for file in files_in_turn(folder, "unlearned")]
 
     def run(self, schedule: BlockSchedule, report: Reporter) -> None:
         """Let the layers learn that have not, one after the other."""
-        begun = len(self.done.losses)
-        count = self.layers.count
-        if begun == count:
+        remaining = self.done.layers_left(self.layers.count, report)
+        if not remaining:
             return
-        if begun:
-            going_on(report, begun + 1, count)
         calls = self._calls()
-        remaining = range(begun, count)
         what = f"Learning {len(remaining)} layers, one by one"
         learned: list[BlockLoss] = []
 
@@ -132,7 +123,7 @@ class BlockLearning(Chain):
             for index in remaining:
                 started = time.monotonic()
                 learned.append(self._layer(index, calls, replace(schedule, seed=schedule.seed + index), advance))
-                if index == begun and len(remaining) > 1:
+                if index == remaining.start and len(remaining) > 1:
                     total_s = (time.monotonic() - started) * len(remaining)
                     report.note(f"distill: by what the first layer took, some {total_s:,.0f} s here")
 
@@ -171,10 +162,11 @@ class BlockLearning(Chain):
             for states in (self.float, self.learned, *([self.unlearned] if batch in self.text.held_out else [])):
                 states[0].write(batch, hidden)
 
-        calls = self.enter(self.text.batches, None if self.done.entered else keep)
-        if not self.done.entered:
+        entered = self.done.steps > 0
+        calls = self.enter(self.text.batches, None if entered else keep)
+        if not entered:
             self._flush(0)
-            self.done.enter()
+            self.done.end(1)
         return cloned_calls(calls)
 
     def _flush(self, index: int) -> None:
@@ -225,7 +217,7 @@ class BlockLearning(Chain):
             changed=changed,
             stopped=result.stopped,
         )
-        self.done.end(loss, learned)
+        self.done.add(loss, learned)
         return loss
 
     @contextmanager
@@ -255,46 +247,29 @@ class BlockLearning(Chain):
 Coded = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
 
-class BlockLosses(Strict):
-    """The losses of the layers that have learned, in order."""
+@dataclass
+class LearnedBlocks(LayerSteps):
+    """The layers that have learned, with their `losses` in order.
 
-    blocks: list[BlockLoss] = Field(default=[])
-
-
-class LearnedBlocks:
-    """The layers that have learned, in a folder.
-
-    Invariant: the codes of every layer whose loss is written are in the folder.
+    Invariant: the codes of every layer whose loss is written lie beside the file.
     """
 
-    def __init__(self, folder: Path):
-        """Use `folder`, which exists."""
-        self.folder = folder
-        self._progress = folder / "blocks.json"
+    losses: list[BlockLoss] = field(default_factory=list)
 
-    @property
-    def entered(self) -> bool:
-        """Tell whether the hidden states that enter the first layer are complete."""
-        return self._progress.is_file()
+    def __post_init__(self) -> None:
+        """Take the losses as JSON has them too."""
+        self.losses = [BlockLoss.model_validate(loss) for loss in self.losses]
 
-    @property
-    def losses(self) -> list[BlockLoss]:
-        """The losses of the layers that have learned, in this call and in killed ones before it."""
-        if self.entered:
-            return read_document(self._progress, BlockLosses).blocks
-        return []
-
-    def enter(self) -> None:
-        """Record that the hidden states that enter the first layer are complete."""
-        write_document(self._progress, BlockLosses())
-
-    def end(self, loss: BlockLoss, codes: Coded) -> None:
-        """Store the codes float8_e4m3fn [out, in] and scales float32 [out] of a layer by GEMM, then its loss."""
-        with replacing(self._file(len(self.losses))) as partial:
+    def add(self, loss: BlockLoss, codes: Coded) -> None:
+        """Store the codes float8_e4m3fn [out, in] and scales float32 [out] of a layer by GEMM, then its loss, which
+        ends its step.
+        """
+        with replacing(self._file(loss.layer)) as partial:
             _save(codes, partial)
-        write_document(self._progress, BlockLosses(blocks=[*self.losses, loss]))
+        self.losses.append(loss)
+        self.end(self.steps + 1)
 
-    def save(self, file: Path, others: Coded) -> None:
+    def save_codes(self, file: Path, others: Coded) -> None:
         """Write the codes of all layers, and those of GEMMs outside of them, to one `file`.
 
         The codes of layers are mapped from their files and take no memory.
@@ -307,7 +282,7 @@ class LearnedBlocks:
             save_file(tensors, partial, metadata={"format": "pt"})
 
     def _file(self, index: int) -> Path:
-        return self.folder / f"block-{index:05}.safetensors"
+        return self.path.parent / f"block-{index:05}.safetensors"
 
 
 def _tensors(codes: Coded) -> dict[str, torch.Tensor]:

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import DynamicCache
 
 from ...calibrate.measure.chain import Chain, cloned_calls
-from ...calibrate.measure.hidden_states import Batches, HiddenStates
-from ...calibrate.measure.stream import check_space, going_on
+from ...calibrate.measure.hidden_states import Batches, HiddenStates, states_bytes
+from ...calibrate.measure.stream import LayerSteps, check_space, going_on
 from ...calibrate.model.caches import new_cache
 from ...calibrate.model.decoder import LayerCall, LayersReached, NoChainError, standing_in
 from ...calibrate.model.source import Source
@@ -40,17 +40,6 @@ Forward = Callable[[int, torch.Tensor, PassTensors, DynamicCache], End]
 Collect = Callable[[int, End], torch.Tensor | None]
 
 
-class Steps(Protocol):
-    """The number of finished steps, and their results, in a file."""
-
-    @property
-    def steps(self) -> int:
-        """The number of finished steps."""
-
-    def finish(self, step: int) -> None:
-        """Save all results, after so many steps."""
-
-
 class Backward(Chain):
     """All steps of one pass forward and back over some batches.
 
@@ -60,7 +49,7 @@ class Backward(Chain):
 
     #: The tensors that gradients are wanted at, and the saved results; a subclass sets both.
     watched: Watched
-    results: Steps
+    results: LayerSteps
 
     def __init__(self, source: Source, batches: Batches, folder: Path, device: str, option: str, remedy: str):
         """Prepare a pass over `batches` (index -> token ids int64 [windows, seq_len]) in the existing `folder`; a
@@ -75,8 +64,7 @@ class Backward(Chain):
         self.batches = batches
         self.folder = folder
         files = [*map(self._entering_file, range(self.layers.count + 1)), *map(self._gradient_file, range(2))]
-        size = sum(ids.size for ids in batches.values()) * self.layer_output.width * self.layer_output.dtype.itemsize
-        check_space(folder, files, size, option, remedy)
+        check_space(folder, files, states_bytes(batches, self.layer_output), option, remedy)
         for file in files:
             HiddenStates(file, self.batches, self.layer_output)  # takes its blocks from the disk
 
@@ -109,13 +97,13 @@ class Backward(Chain):
         if done:
             going_on(report, self._layer(done), self.layers.count)
         else:
-            self.results.finish(1)
+            self.results.end(1)
         remaining = range(max(done, 1), len(steps) + 1)
         with report.track(f"{what} {self.layers.count} layers, one by one", len(remaining), "steps") as advance:
             for step in remaining:
                 begun = time.perf_counter()
                 steps[step - 1]()
-                self.results.finish(step + 1)
+                self.results.end(step + 1)
                 if step == 1:
                     self.note_time((time.perf_counter() - begun) * self.layers.count, report)
                 advance(1)

@@ -25,8 +25,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...calibrate.measure.hidden_states import Batches
+from ...calibrate.measure.stream import LayerSteps
 from ...calibrate.model.source import Source
-from ...core.files import Strict, read_document, write_document
+from ...core.files import Strict
 from ...core.reporter import Reporter
 from .backward import Backward, Collect, refused_with
 from .gradients import End, drawn_loss, next_token_log_probabilities, seeing
@@ -139,34 +140,15 @@ def added(batches: Iterable[Mapping[str, GradientSquares]]) -> dict[str, Gradien
     return total
 
 
-class FinishedSteps(Strict):
-    """The number of finished steps of a pass layer by layer, and the sums of their GEMMs."""
+@dataclass
+class LayerSquares(LayerSteps):
+    """The sums of the GEMMs of the steps that have ended, by name."""
 
-    steps: int = 0
-    squares: dict[str, GradientSquares] = Field(default={})
+    squares: dict[str, GradientSquares] = field(default_factory=dict)
 
-
-class FinishedStepsFile:
-    """The results of the finished steps, in the file at `path`."""
-
-    def __init__(self, path: Path):
-        """Read the results that a killed call left; none where there is no file."""
-        self.path = path
-        self.done = read_document(path, FinishedSteps) if path.is_file() else FinishedSteps()
-
-    @property
-    def steps(self) -> int:
-        """The number of finished steps."""
-        return self.done.steps
-
-    def add(self, squares: Mapping[str, GradientSquares]) -> None:
-        """Add the sums of further GEMMs."""
-        self.done = self.done.model_copy(update={"squares": {**self.done.squares, **squares}})
-
-    def finish(self, step: int) -> None:
-        """Save all results, after so many steps."""
-        self.done = self.done.model_copy(update={"steps": step})
-        write_document(self.path, self.done)
+    def __post_init__(self) -> None:
+        """Take the sums as JSON has them too."""
+        self.squares = {name: GradientSquares.model_validate(sums) for name, sums in self.squares.items()}
 
 
 class LayerwiseFirstTokens(Backward):
@@ -179,7 +161,7 @@ class LayerwiseFirstTokens(Backward):
         """
         super().__init__(source, batches, folder, device, "--weigh-first-token", "or leave it out")
         self.watched = WatchedGemms(self.model, self.gemms)
-        self.results: FinishedStepsFile = FinishedStepsFile(folder / "squares.json")
+        self.results: LayerSquares = LayerSquares.of(folder / "squares.json")
 
     def refused(self) -> AbstractContextManager[None]:
         """Name the option that needs a chain of layers."""
@@ -214,4 +196,4 @@ class LayerwiseFirstTokens(Backward):
             return back
 
         yield collect
-        self.results.add(added(sums))
+        self.results.squares |= added(sums)

@@ -14,8 +14,8 @@ from shutil import rmtree
 import torch
 
 from ...calibrate.measure.hidden_states import Batches
+from ...calibrate.measure.stream import LayerSteps
 from ...calibrate.model.source import Source
-from ...core.output_folder import Saved
 from ...core.reporter import Reporter
 from ..scales.decisions import Scales
 from .backward import Backward, Collect, refused_with
@@ -29,19 +29,13 @@ PASSES = 5.75
 
 
 @dataclass
-class LayerwiseResults(Saved):
+class LayerwiseResults(LayerSteps):
     """The results of the finished steps, in a file: the prediction of each step back, and the share of the loss that
     `gptq` would leave of weights (`gptq_prediction.shares_left`).
     """
 
-    steps: int = 0
     predicted: list[Predicted] = field(default_factory=list)
     left: dict[str, float] = field(default_factory=dict)
-
-    def finish(self, step: int) -> None:
-        """Save all results, after so many steps."""
-        self.steps = step
-        self.save()
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""Store the progress of rounding layer by layer in a folder: a file of codes and scales for each module, and the step.
+"""Store rounded weights in a folder: a file of codes and scales for each module.
 
-The files of a layer count once their step has ended; a layer that a killed call left unfinished is rounded again.
+Rounding layer by layer counts the files of a layer once its step has ended (`LayerSteps`); a layer that a killed call
+left unfinished is rounded again.
 """
 
 from pathlib import Path
@@ -18,27 +19,11 @@ HELD_OUT = "held_out"
 
 
 class Rounded:
-    """The rounded modules in a folder.
-
-    Invariant: once a step has ended, all of its modules are in the folder.
-    """
+    """The rounded modules in a folder."""
 
     def __init__(self, folder: Path):
         """Use `folder`, which exists."""
         self.folder = folder
-        self._ended = folder / "steps"
-
-    @property
-    def steps(self) -> int:
-        """The number of steps that have ended, in this call and in killed ones before it."""
-        if self._ended.is_file():
-            return int(self._ended.read_text(encoding="utf-8"))
-        return 0
-
-    def end(self, step: int) -> None:
-        """Record that this step, the first being 1, and all steps before it have ended."""
-        with replacing(self._ended) as partial:
-            partial.write_text(str(step), encoding="utf-8")
 
     def add(self, module: str, weight: QuantizedWeight) -> None:
         """Store the codes and scales of the weight of `module`, and how they were judged."""

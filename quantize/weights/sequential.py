@@ -32,7 +32,7 @@ from ...calibrate.measure.chain import Chain
 from ...calibrate.measure.held_out import input_name, is_held_out
 from ...calibrate.measure.hidden_states import HiddenStates
 from ...calibrate.measure.moments import shrink
-from ...calibrate.measure.stream import check_space, going_on
+from ...calibrate.measure.stream import LayerSteps, states_in_turn
 from ...calibrate.model.caches import new_cache
 from ...calibrate.model.decoder import LayerCall, NoChainError
 from ...calibrate.model.expert_modules import experts_of, full_input_module, routed_gemms
@@ -137,7 +137,7 @@ class SequentialRounding(Chain):
     """The float model and the quantized one, with the layers rounded so far.
 
     Invariant: `float[n % 2]` and `quantized[n % 2]` hold the hidden states that enter layer n, of all batches, when
-    n + 1 steps of `rounded` have ended.
+    n + 1 `steps` have ended, and the modules of their layers are in `rounded`.
     """
 
     def __init__(
@@ -165,13 +165,11 @@ class SequentialRounding(Chain):
         self.batches = batches
         self.routed = {name for gemms in routed_gemms(self.model).values() for name in gemms}
         self.experts = tuple(f"{layer}." for layer in routed_gemms(self.model))
-        files = [folder / f"{model}-{parity}" for model in ("float", "quantized") for parity in range(2)]
-        size = sum(ids.size for ids in batches.values()) * self.layer_output.width * self.layer_output.dtype.itemsize
-        check_space(folder, files, size, "--weight-rounding sequential")
-        hidden = [HiddenStates(file, batches, self.layer_output) for file in files]
-        self.float = hidden[:2]
-        self.quantized = hidden[2:]
+        self.float, self.quantized = states_in_turn(
+            ("float", "quantized"), batches, self.layer_output, folder, "--weight-rounding sequential"
+        )
         self.rounded = Rounded(folder)
+        self.steps = LayerSteps.of(folder / "steps.json")
 
     def input_values(self, x: torch.Tensor, module: str) -> torch.Tensor:
         """Quantize and dequantize the input `x` of `module`, float32 of the same shape."""
@@ -182,13 +180,10 @@ class SequentialRounding(Chain):
 
     def run(self, report: Reporter) -> Rounded:
         """Round the layers that are not yet rounded, one after the other."""
-        done = self.rounded.steps
-        remaining = range(max(done - 1, 0), self.layers.count)
+        remaining = self.steps.layers_left(self.layers.count, report)
         if not remaining:
             return self.rounded
-        if done > 1:
-            going_on(report, done, self.layers.count)
-        calls = self._enter_layers(done > 0)
+        calls = self._enter_layers(self.steps.steps > 0)
         tokens = sum(ids.size for ids in self.batches.values())
         with report.track(
             f"Rounding {len(remaining)} layers, one by one", len(remaining) * tokens, "tokens"
@@ -204,7 +199,7 @@ class SequentialRounding(Chain):
         """End a step: the hidden states that enter the next layer are on the disk before the step counts as ended."""
         for states in (self.float, self.quantized):
             states[(step - 1) % 2].flush()
-        self.rounded.end(step)
+        self.steps.end(step)
 
     def _enter_layers(self, done: bool) -> dict[tuple[int, ...], list[LayerCall]]:
         """Step 1: write the hidden states that enter the first layer, the same in both models, unless that is `done`.

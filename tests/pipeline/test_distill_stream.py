@@ -124,7 +124,7 @@ def test_a_killed_call_goes_on_at_its_layer_to_the_same_bytes(
 ) -> None:
     """0 stops as the first layer has learned but nothing says so, 4 before the codes of all layers are one file."""
     run, begun = copied("killed"), list[int]()
-    end, layer = LearnedBlocks.end, BlockLearning._layer
+    add, layer = LearnedBlocks.add, BlockLearning._layer
 
     def stopped(*arguments: Any, **named: Any) -> None:
         raise Killed
@@ -132,7 +132,7 @@ def test_a_killed_call_goes_on_at_its_layer_to_the_same_bytes(
     def stopping(self: LearnedBlocks, *arguments: Any) -> None:
         if len(self.losses) == at:
             raise Killed
-        end(self, *arguments)
+        add(self, *arguments)
 
     def counted(self: BlockLearning, index: int, *arguments: Any) -> None:
         begun.append(index)
@@ -140,9 +140,9 @@ def test_a_killed_call_goes_on_at_its_layer_to_the_same_bytes(
 
     with monkeypatch.context() as once:
         if at == 4:
-            once.setattr(LearnedBlocks, "save", stopped)
+            once.setattr(LearnedBlocks, "save_codes", stopped)
         else:
-            once.setattr(LearnedBlocks, "end", stopping)
+            once.setattr(LearnedBlocks, "add", stopping)
         with pytest.raises(Killed):
             api.distill(run.root, options=OPTIONS)
     monkeypatch.setattr(BlockLearning, "_layer", counted)

@@ -25,7 +25,7 @@ from pydantic import Field
 
 from ...calibrate.input.untrusted import foreign
 from ...calibrate.measure.chain import LayerChain, Observing
-from ...calibrate.measure.hidden_states import Batches
+from ...calibrate.measure.hidden_states import Batches, files_in_turn, states_bytes
 from ...calibrate.measure.stream import LayerPass, check_room, layers_to_run
 from ...calibrate.model.bf16_gemms import gemms_in_fp32
 from ...calibrate.model.decoder import LayerOutput, outputs_behind
@@ -91,11 +91,6 @@ class StreamedWindows:
         return {**self.scored, **self.modules}
 
 
-def _files(folder: Path, name: str) -> list[Path]:
-    """The files of a model's hidden states."""
-    return [folder / f"{name}-{parity}" for parity in range(2)]
-
-
 def check_disk(
     folder: Path, outputs: Mapping[str, LayerOutput], windows: StreamedWindows, disk: Path, remedy: str = REMEDY
 ) -> None:
@@ -103,9 +98,9 @@ def check_disk(
     a `remedy` besides freeing space.
     """
     sizes = {
-        file: sum(ids.size for ids in windows.of(name).values()) * output.width * output.dtype.itemsize
+        file: states_bytes(windows.of(name), output)
         for name, output in outputs.items()
-        for file in _files(folder, name)
+        for file in files_in_turn(folder, name)
     }
     check_room(disk, sizes, OPTION, remedy)
 
@@ -130,11 +125,11 @@ class StreamedModel(LayerPass):
         """Turn an exception of the model in this block into a BackendError; a disk's passes."""
         return foreign(lambda error: BackendError(self.name, f"failed {where} ({error_line(error)})"), OSError)
 
-    def behind(self, model: Any, batch: int, **named: object) -> Any:
-        """The outputs of `model`, with its modules outside the layers, for what left the last layer."""
+    def behind(self, model: Any, tokens: npt.NDArray[np.int64], leaving: torch.Tensor, **named: object) -> Any:
+        """The outputs of `model`, with its modules outside the layers, for what left the last layer at `tokens`."""
         chain = self.chain
-        ids = torch.from_numpy(self.batches[batch]).to(chain.device)
-        return outputs_behind(model, chain.layers, chain.layer_output, ids, self.leaving(batch), **named)
+        ids = torch.from_numpy(tokens).to(chain.device)
+        return outputs_behind(model, chain.layers, chain.layer_output, ids, leaving, **named)
 
 
 class PairStream:
@@ -157,7 +152,7 @@ class PairStream:
         self.layers = next(iter(self.models.values())).chain.layers
 
     def _model(self, name: str, chain: LayerChain) -> StreamedModel:
-        model = StreamedModel.of(chain, self.windows.of(name), _files(self.folder, name))
+        model = StreamedModel.of(chain, self.windows.of(name), files_in_turn(self.folder, name))
         model.name = name
         return model
 
@@ -231,9 +226,10 @@ class PairStream:
         ):
             compared = ComparedModules(original, candidate, self._in_part(None))
             for batch in self.windows.modules:
+                ids = self.windows.modules[batch]
                 with compared.adding():
-                    ours = base.behind(original, batch, output_hidden_states=True)
-                theirs = compared_with.behind(candidate, batch, output_hidden_states=True)
+                    ours = base.behind(original, ids, base.leaving(batch), output_hidden_states=True)
+                theirs = compared_with.behind(candidate, ids, compared_with.leaving(batch), output_hidden_states=True)
                 hidden.add(ours.hidden_states[-1], theirs.hidden_states[-1])
             return self._results(None, hidden, compared, (original, candidate))
 
@@ -272,10 +268,20 @@ class PairStream:
 
     @contextmanager
     def openers(self) -> Iterator[dict[str, Opener]]:
-        """Give what opens each model for the batches that were run: its modules behind the layers, which one model at a
+        """Give what opens each model for the windows that were run: its modules behind the layers, which one model at a
         time has in memory.
+
+        They may be asked for in smaller batches than were run, where the disk has no room for the logits of those.
         """
-        batches = {ids.tobytes(): batch for batch, ids in self.windows.scored.items()}
+        rows: dict[bytes, tuple[int, slice]] = {}
+        for batch, ids in self.windows.scored.items():
+            rows |= {window.tobytes(): (batch, slice(row, row + 1)) for row, window in enumerate(ids)}
+        rows |= {ids.tobytes(): (batch, slice(None)) for batch, ids in self.windows.scored.items()}
+
+        def leaving(model: StreamedModel, ids: npt.NDArray[np.int64]) -> torch.Tensor:
+            parts = [ids] if ids.tobytes() in rows else ids
+            stored = [rows[part.tobytes()] for part in parts]
+            return torch.cat([model.leaving(batch)[row] for batch, row in stored])
 
         def opener(model: StreamedModel) -> Opener:
             def open_model() -> AnyForward:
@@ -284,7 +290,7 @@ class PairStream:
 
                 def forward(ids: npt.NDArray[np.int64]) -> torch.Tensor:
                     with gemms_in_fp32():
-                        logits: torch.Tensor = model.behind(behind, batches[ids.tobytes()]).logits
+                        logits: torch.Tensor = model.behind(behind, ids, leaving(model, ids)).logits
                     return logits
 
                 return forward

@@ -109,7 +109,7 @@ def test_layer_by_layer_the_squares_are_those_of_the_whole_model(
     layerwise = LayerwiseFirstTokens(source, batches, tmp_path)
     layerwise.run(SILENT, "Weighing first tokens in")
     whole = added(batch_squares(watched, batch, ids) for batch, ids in batches.items())
-    streamed = layerwise.results.done.squares
+    streamed = layerwise.results.squares
     assert streamed.keys() == whole.keys()
     for first, squares in streamed.items():
         assert squares.first == pytest.approx(whole[first].first, rel=1e-3, abs=1e-9), first
@@ -136,4 +136,4 @@ def test_a_killed_pass_goes_on_at_its_layer(source: Source, tmp_path: Path, monk
     again = LayerwiseFirstTokens(source, batches, tmp_path / "cut")
     again.run(SILENT, "Weighing first tokens in")
     assert len(calls) == 3 + 3  # three of four layers
-    assert again.results.done.squares == whole.results.done.squares
+    assert again.results.squares == whole.results.squares

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fp8q import api
+from fp8q.calibrate.measure.stream import LayerSteps
 from fp8q.calibrate.model.source import open_source
 from fp8q.calibrate.ranks.torchrun import ProcessRank
 from fp8q.calibrate.ranks.world import World
@@ -21,7 +22,6 @@ from fp8q.core.run import Run
 from fp8q.core.run_writer import RunWriter
 from fp8q.options import CalibrateOptions, ExportOptions, RescaleOptions, ScaleOptions
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.quantize.weights.rounding_progress import Rounded
 from fp8q.quantize.weights.sequential import SequentialRounding
 from fp8q.stages.corpus import save_tokens
 from fp8q.stages.measure import check_batches, measure
@@ -108,12 +108,12 @@ def test_stopped_anywhere_it_goes_on_at_the_layer_it_was_in(
     """Step 1 is the embedding, 2 to 5 are the demo's layers: 3 stops when all of the second is written but not yet said
     to be. 0 stops at the first layer's first GEMM, 6 while the checkpoint is written.
     """
-    run, end = Run(shutil.copytree(measured.root, tmp_path / "run")), Rounded.end
+    run, end = Run(shutil.copytree(measured.root, tmp_path / "run")), LayerSteps.end
 
     def stopped(*arguments: Any, **named: Any) -> None:
         raise Killed
 
-    def stopping(self: Rounded, step: int) -> None:
+    def stopping(self: LayerSteps, step: int) -> None:
         if step == at:
             raise Killed
         end(self, step)
@@ -124,7 +124,7 @@ def test_stopped_anywhere_it_goes_on_at_the_layer_it_was_in(
                 "fp8q.stages.quantize.quantize_checkpoint" if at else "fp8q.quantize.weights.sequential.ridge_targets",
                 stopped,
             )
-        once.setattr(Rounded, "end", stopping)
+        once.setattr(LayerSteps, "end", stopping)
         with pytest.raises(Killed):
             quantized(run, demo_checkpoint)
     assert (run.root / ".quantize.work").is_dir()

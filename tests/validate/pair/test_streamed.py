@@ -302,6 +302,17 @@ def test_a_disk_without_room_is_refused_with_the_numbers(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
+def test_a_disk_that_shrinks_makes_the_batches_of_logits_smaller(
+    compared_briefly: Compare, monkeypatch: pytest.MonkeyPatch, report: Any
+) -> None:
+    """The logits of three windows take half of the disk; those of the ten of the batch went through layers at once."""
+    roomy = compared_briefly(out="roomy", stream=True)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10**9, 10**9 - 8_000_000, 8_000_000))
+    assert_alike(compared_briefly(out="scarce", stream=True, report=report), roomy)
+    assert any(line.startswith("3 of 10 windows at a time") for line in report.lines)
+
+
 def test_a_disk_that_fills_leaves_nothing(
     compared_briefly: Compare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
