@@ -22,8 +22,8 @@ from . import preflight
 from .corpus import Collected, collect, write_corpus
 from .costliest import choose_costliest
 from .export import export_or_note
-from .first_tokens import weigh_first_tokens
 from .measure import check_batches, check_experts, measure, take_part
+from .output_moments import run_gradients
 from .pipeline.stage import Notes
 from .pipeline.stages import MEASURE
 from .quantize import quantize, rescaled
@@ -204,5 +204,5 @@ def _quantized(
     """Choose scales and write the checkpoint, after all that these options need to be known first."""
     choose_costliest(run, source, gemms, options, notes)
     if options.needs_moments:
-        weigh_first_tokens(run, source, options, notes, stream)
+        run_gradients(run, source, options, notes, stream)
     quantize(run, source, gemms, options, notes)

@@ -124,6 +124,15 @@ def stages_of(plan: Planned) -> Iterator[PlannedStage]:
             rates.streamed_bytes(FIRST_TOKEN_WINDOWS * plan.window),
             "--no-weigh-first-token",
         )
+    if scales.weigh_outputs and plan.outlook.moments:
+        windows = min(scales.weigh_outputs, len(plan.collected.windows))
+        yield PlannedStage(
+            "gradients at outputs",
+            plan.begin + plan.gradients(FIRST_TOKEN_PASSES * windows),
+            rates.base_bytes + rates.gradient_bytes(plan.window, True),
+            rates.streamed_bytes(windows * plan.window),
+            "--weigh-outputs 0",
+        )
     rounding = rates.compensated if scales.needs_moments else 0.0
     yield PlannedStage(
         "scales and checkpoint",
