@@ -43,7 +43,7 @@ def is_judged_by(window: int, windows: int) -> bool:
     return windows > 1 and window % EVERY == min(EVERY, windows) - 1
 
 
-class OutputSums:
+class LayerGradients:
     """The sums and held-out tokens of the GEMMs of one layer."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class OutputMoments(Backward):
         """Sum what the gradients of the GEMMs of one layer give, and write it."""
         names = [] if index is None else [name for name in self.gemms if self.layers.index(name) == index]
         batches = [*self.batches]
-        sums = OutputSums()
+        sums = LayerGradients()
 
         def collect(number: int, end: End) -> torch.Tensor | None:
             gradients, back = output_gradients(names, end, self.batches[batches[number]].shape)

@@ -25,7 +25,7 @@ INPUTS, GRADIENTS = ".inputs.npy", ".gradients.npy"
 
 @dataclass(frozen=True)
 class OutputSide:
-    """What is known of the output of a GEMM: H_O, float32 [out, out], and of held-out tokens the inputs, float32
+    """The output side of a GEMM: H_O, float32 [out, out], and of held-out tokens the inputs, float32
     [tokens, in], and the gradients, float32 [tokens, out].
     """
 

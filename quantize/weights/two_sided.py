@@ -69,13 +69,13 @@ def _descend_block(
     passed_on = torch.zeros_like(values)
     of_outputs = outputs.numpy()
     for j, curvature in enumerate(inputs.diagonal().tolist()):
-        channels = candidates(values[j], gradient[j], curvature, outputs)
+        channels = moving_channels(values[j], gradient[j], curvature, outputs)
         if descend_input(channels, values[j].numpy(), gradient[j].numpy(), curvature, of_outputs, passed_on[j].numpy()):
             gradient[j + 1 :].addr_(inputs[j + 1 :, j], passed_on[j], alpha=-1)
     return passed_on
 
 
-def candidates(values: torch.Tensor, slopes: torch.Tensor, curvature: float, outputs: torch.Tensor) -> list[int]:
+def moving_channels(values: torch.Tensor, slopes: torch.Tensor, curvature: float, outputs: torch.Tensor) -> list[int]:
     """The channels whose code of one input would move if it alone did, those that win most first.
 
     `values` and `slopes` (G) float32 [out]; `curvature`: H_I of the input with itself; `outputs` float32 [out, out].

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fp8q.quantize.codes.encoding import nearest_values
 from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.weights.gptq import MARGIN, descend
-from fp8q.quantize.weights.two_sided import candidates, descend_both, descend_input, nearest
+from fp8q.quantize.weights.two_sided import descend_both, descend_input, moving_channels, nearest
 
 #: Every finite value of E4M3, ascending.
 GRID = sorted({float(value) for value in E4M3.grid} | {-float(value) for value in E4M3.grid})
@@ -94,12 +94,12 @@ def test_the_error_falls_below_that_of_a_descent_that_takes_channels_as_alike(in
 
 def test_a_channel_moves_by_what_those_before_it_left_of_its_slope() -> None:
     values, slopes, outputs = torch.zeros(2), torch.tensor([1.0, 0.9]), torch.tensor([[1.0, 0.95], [0.95, 1.0]])
-    channels = candidates(values, slopes, 1.0, outputs)
+    channels = moving_channels(values, slopes, 1.0, outputs)
     assert channels == [0, 1]
     passed_on = torch.zeros(2)
     assert descend_input(channels, values.numpy(), slopes.numpy(), 1.0, outputs.numpy(), passed_on.numpy())
     assert values.tolist() == pytest.approx([1.0, -0.05078125])  # of the slope 0.9 - 0.95
-    assert candidates(torch.zeros(2), torch.zeros(2), 1.0, outputs) == []
+    assert moving_channels(torch.zeros(2), torch.zeros(2), 1.0, outputs) == []
 
 
 @given(st.floats(-500, 500, width=32))
