@@ -54,6 +54,7 @@ class RunFiles:
     statistics_json = _Path("statistics.json")
     moments = _Path("moments")
     first_tokens = _Path("first_tokens.json")
+    output_moments = _Path("output_moments")
     queries = _Path("queries.safetensors")
     costliest = _Path("costliest.json")
     scales = _Path("scales.json")

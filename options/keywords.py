@@ -62,6 +62,7 @@ class CalibrateSettings(TypedDict, total=False):
     q_scale: bool
     weight_rounding: Literal["nearest", "gptq", "sequential"]
     weigh_first_token: bool
+    weigh_outputs: int
     form: Sequence[str]
     block_scale_grid: Literal["bf16", "power-of-two"]
     activation_terms: Literal[1, 2, "tail", "bf16"]
@@ -274,6 +275,7 @@ class MergeSettings(TypedDict, total=False):
     q_scale: bool
     weight_rounding: Literal["nearest", "gptq", "sequential"]
     weigh_first_token: bool
+    weigh_outputs: int
     form: Sequence[str]
     block_scale_grid: Literal["bf16", "power-of-two"]
     activation_terms: Literal[1, 2, "tail", "bf16"]
@@ -325,6 +327,7 @@ class QuantizeSettings(TypedDict, total=False):
     q_scale: bool
     weight_rounding: Literal["nearest", "gptq", "sequential"]
     weigh_first_token: bool
+    weigh_outputs: int
     form: Sequence[str]
     block_scale_grid: Literal["bf16", "power-of-two"]
     activation_terms: Literal[1, 2, "tail", "bf16"]
@@ -389,6 +392,7 @@ class RunSettings(TypedDict, total=False):
     q_scale: bool
     weight_rounding: Literal["nearest", "gptq", "sequential"]
     weigh_first_token: bool
+    weigh_outputs: int
     form: Sequence[str]
     block_scale_grid: Literal["bf16", "power-of-two"]
     activation_terms: Literal[1, 2, "tail", "bf16"]
@@ -475,6 +479,7 @@ class ScalesSettings(TypedDict, total=False):
     q_scale: bool
     weight_rounding: Literal["nearest", "gptq", "sequential"]
     weigh_first_token: bool
+    weigh_outputs: int
     form: Sequence[str]
     block_scale_grid: Literal["bf16", "power-of-two"]
     activation_terms: Literal[1, 2, "tail", "bf16"]

@@ -158,6 +158,16 @@ class ScaleOptions(Options):
             negative="--no-weigh-first-token",
         ),
     ] = False
+    weigh_outputs: Annotated[
+        int,
+        option(
+            SCALES,
+            "Revise the codes of --weight-rounding gptq by how the loss depends on errors of several output channels "
+            "together, as the gradients of so many calibration windows have it. 0: not at all.",
+            "WINDOWS",
+        ),
+        between(0),
+    ] = 0
     form: Annotated[
         tuple[str, ...],
         option(
@@ -242,6 +252,11 @@ class ScaleOptions(Options):
     def weighs_first_token(self) -> bool:
         """Tell whether second moments need the weight of windows' first tokens."""
         return self.needs_moments and self.weigh_first_token
+
+    @property
+    def weighs_outputs(self) -> bool:
+        """Tell whether codes are revised by the gradients at outputs."""
+        return self.needs_moments and self.weigh_outputs > 0
 
     def __post_init__(self) -> None:
         """Refuse a list of modules where all are chosen, and choices that contradict inherited scales."""

@@ -22,8 +22,8 @@ from . import preflight
 from .corpus import Collected, collect, write_corpus
 from .costliest import choose_costliest
 from .export import export_or_note
-from .first_tokens import weigh_first_tokens
 from .measure import check_batches, check_experts, measure, take_part
+from .output_moments import run_gradients
 from .pipeline.stage import Notes
 from .pipeline.stages import MEASURE
 from .quantize import KnownCodes, quantize, rescaled, take_part_in_rounding
@@ -218,4 +218,4 @@ def _prepare_scales(
     """Measure all that these options need to be known before scales are chosen."""
     choose_costliest(run, source, gemms, options, notes)
     if options.needs_moments:
-        weigh_first_tokens(run, source, options, notes, stream)
+        run_gradients(run, source, options, notes, stream)

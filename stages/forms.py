@@ -72,9 +72,9 @@ from ..validate.tuning.search import Search
 from ..validate.tuning.solve import EXACT, Problem, same
 from .build_engine import build_engine
 from .export import export_or_note
-from .first_tokens import weigh_first_tokens
 from .measure import measure
 from .other_text import evaluation, positions
+from .output_moments import run_gradients
 from .pipeline.stage import Key, Notes, device
 from .pipeline.stages import FORMS, MEASURE, QUANTIZE, FormFacts, QuantizeFacts
 from .quantize import KnownCodes, quantize
@@ -147,7 +147,7 @@ class FormCandidates:
         if options.needs_moments:
             measure(task.run, self.source, task.run.options(MEASURE), task.notes, moments=True)
             stream = task.options.calibrate.stream or None  # --no-stream is of measuring, which takes less memory
-            weigh_first_tokens(task.run, self.source, options, task.notes, stream)
+            run_gradients(task.run, self.source, options, task.notes, stream)
         codes = task.folder / "codes"
         codes.mkdir(exist_ok=True)
         quantize(task.run, self.source, gemms_of(self.source, options), options, task.notes, KnownCodes(rounded=codes))

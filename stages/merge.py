@@ -115,6 +115,7 @@ def check_rounding(options: ScaleOptions) -> None:
         "--q-scale": options.q_scale,
         "--bf16-weights": options.bf16_weights,
         "--weigh-first-token": options.weighs_first_token,
+        "--weigh-outputs": options.weighs_outputs,
     }
     for option, value in asked.items():
         if value:

@@ -137,6 +137,17 @@ def stages_of(plan: Planned) -> Iterator[PlannedStage]:
             "--no-weigh-first-token",
             freed=backward,
         )
+    if scales.weigh_outputs and plan.outlook.moments:
+        windows = min(scales.weigh_outputs, len(plan.collected.windows))
+        gradients = rates.backward_bytes(windows * plan.window, by_layer=True)
+        yield PlannedStage(
+            "gradients at outputs",
+            plan.begin + plan.gradients(FIRST_TOKEN_PASSES * windows),
+            rates.base_bytes + rates.gradient_bytes(plan.window, True),
+            gradients,
+            "--weigh-outputs 0",
+            freed=gradients,
+        )
     yield _checkpoint(plan)
     if plan.outlook.graph:
         yield from _engines(plan)

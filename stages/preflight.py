@@ -19,6 +19,7 @@ from ..core.run import Run
 from ..options import CalibrateOptions, ExportOptions, ScaleOptions
 from ..quantize.sensitivity.backward import check_chain
 from ..quantize.sensitivity.first_tokens import WITHOUT_LAYERS
+from ..quantize.sensitivity.output_moments import WITHOUT_LAYERS as WITHOUT_OUTPUTS
 from ..quantize.weights.sequential import check_sequential
 from .corpus import Collected
 from .costliest import check_costliest
@@ -61,6 +62,8 @@ def check_calibrate(source: Source, options: CalibrateOptions, export: ExportOpt
     check_costliest(source, options)
     if options.weighs_first_token and gradients_by_layer(source, options.stream):
         check_chain(source, device(), WITHOUT_LAYERS)
+    if options.weighs_outputs:
+        check_chain(source, device(), WITHOUT_OUTPUTS)
     asking = "--attention fp8" if export.attention == "fp8" else "--q-scale" if options.q_scale else None
     if asking:
         check_queries(source, asking, Notes(SILENT))

@@ -55,6 +55,7 @@ from ..quantize.weights.tensor_scales import joined_families, tensor_scales
 from .corpus import in_batches, load_tokens
 from .first_tokens import load_first_tokens
 from .measure import measure_queries
+from .output_moments import output_folder
 from .pipeline.stage import Key, Notes, device
 from .pipeline.stages import DISTILL, MEASURE, QUANTIZE, QuantizeFacts
 from .shared.adapters import fingerprints
@@ -106,11 +107,13 @@ def quantize(
         "queries": run.queries,
         "costliest": run.costliest,
         "first-tokens": run.first_tokens,
+        "outputs": run.output_moments,
         DISTILL.name: run.distilled,
     }
     writers = {path.name: stage for stage, path in stages.items()}
     for name in key.inputs:
-        run.require(run.root / name, writers.get(name, "measure"))
+        folder = name.partition("/")[0]
+        run.require(run.root / name, writers.get(name, writers.get(folder, "measure")))
     statistics = load_statistics(run)
     if options.bf16_weights:
         gemms = replace(gemms, stay={**gemms.stay, **stay_reasons(load_costliest(run), options.bf16_weights)})
@@ -159,7 +162,13 @@ def identity(key: Key[ScaleOptions, QuantizeFacts]) -> str:
     """SHA-256 of everything that the codes of a `rounding_key` depend on."""
     options = QUANTIZE.dump(key.options, key.facts)
     del options["layout"]  # codes are the same under other names
-    younger = {"form": [], "weight_scale": "channel", "bf16_weights": 0.0, "weigh_first_token": False}
+    younger = {
+        "form": [],
+        "weight_scale": "channel",
+        "bf16_weights": 0.0,
+        "weigh_first_token": False,
+        "weigh_outputs": 0,
+    }
     for name, default in younger.items():
         if options[name] == default:
             del options[name]  # codes that were learned before there was this option are of the same start
@@ -282,6 +291,8 @@ def _inputs(run: Run, options: ScaleOptions) -> dict[str, str]:
         inputs |= stages["costliest"].outputs
     if options.weighs_first_token:
         inputs |= stages["first-tokens"].outputs
+    if options.weighs_outputs:
+        inputs |= stages["outputs"].outputs
     return inputs
 
 
@@ -333,7 +344,7 @@ def _rounding(
         lost |= dict.fromkeys(scales.in_form(BF16), 0.0)
         first = group_of(record.groups)
         compensations = compensations_of(run, statistics, options, run.moments, first, lost)
-        gptq = GptqCodes(scaling, compensations, codes)
+        gptq = GptqCodes(scaling, compensations, codes, output_folder(run, options))
         yield Rounding(scaling, (*inherited_first, gptq), in_blocks, device())
     else:
         yield Rounding(scaling, inherited_first, in_blocks, device())

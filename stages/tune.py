@@ -73,9 +73,9 @@ from ..validate.tuning.search import Search
 from ..validate.tuning.solve import Losses, Problem
 from .corpus import load_tokens
 from .export import export_or_note
-from .first_tokens import weigh_first_tokens
 from .measure import measure
 from .other_text import evaluation
+from .output_moments import run_gradients
 from .pipeline.stage import NO_FACTS, Key, Notes, alone, arithmetic, device
 from .pipeline.stages import MEASURE, QUANTIZE, TUNE
 from .quantize import compensations_of, quantize
@@ -322,7 +322,7 @@ def find_mix(run: Run, options: TuneOptions, notes: Notes) -> Tuning:
     key = Key(inputs, options, NO_FACTS)
     if not TUNE.is_current(run, key):
         source = source_of(run)
-        weigh_first_tokens(run, source, run.options(QUANTIZE), notes)  # for GPTQ; a stage, so before this one begins
+        run_gradients(run, source, run.options(QUANTIZE), notes)  # for GPTQ; a stage, so before this one begins
         depends = {"inputs": inputs, "windows": options.windows, **arithmetic()}  # not on the budget
         work = WorkFolder(run.root, TUNE.name)
         with TUNE.writing(run, key, notes) as log, work.opened(depends, notes.note) as folder:
@@ -374,7 +374,7 @@ def apply_mix(run: Run, tuning: Tuning, notes: Notes) -> None:
     graph = export_options(run)
     if tuning.chosen.recipe.weight_rounding == "gptq":
         measure(run, source, run.options(MEASURE), notes, moments=True)
-        weigh_first_tokens(run, source, options, notes)
+        run_gradients(run, source, options, notes)
     if any(change.choice == "rescaled" for change in tuning.changes):
         run.scales.unlink(missing_ok=True)
     quantize(run, source, gemms_of(source, options), options, notes)

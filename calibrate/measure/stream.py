@@ -274,17 +274,19 @@ def check_space(folder: Path, files: Sequence[Path], size: int, option: str, rem
     check_room(folder, dict.fromkeys(files, size), option, remedy)
 
 
-def check_room(folder: Path, sizes: Mapping[Path, int], option: str, remedy: str) -> None:
+def check_room(
+    folder: Path, sizes: Mapping[Path, int], option: str, remedy: str, what: str = "the hidden states"
+) -> None:
     """Raise InputError when the disk of `folder` has no room for files of these `sizes` in bytes.
 
-    `option`: the option that needs them; `remedy`: advice for the message, besides freeing space.
+    `option`: the option that needs them; `remedy`: advice for the message, besides freeing space; `what`: they hold.
     """
     needed = sum(size - (file.stat().st_size if file.is_file() else 0) for file, size in sizes.items())
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise InputError(
             option,
-            f"the hidden states take {size_text(sum(sizes.values()))} on the disk of {folder.parent}, which has "
+            f"{what} take {size_text(sum(sizes.values()))} on the disk of {folder.parent}, which has "
             f"{size_text(free)} free",
             f"free some, {remedy}",
         )

@@ -42,6 +42,9 @@ class Expert(nn.Module):
         "gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)
     }  # fmt: skip
 
+    gate_proj: nn.Module
+    up_proj: nn.Module
+
     def __init__(self, width: int, inner: int, act: Callable[..., torch.Tensor], like: torch.Tensor):
         """Make weights without values, of the type and on the device of `like`."""
         super().__init__()
@@ -57,7 +60,7 @@ class Expert(nn.Module):
 
     @classmethod
     def activation(cls, module: nn.Module) -> Callable[..., torch.Tensor] | None:
-        """What `module` of transformers applies between the GEMMs, or to the gate; None where it does not say."""
+        """The function that `module` of transformers applies to the gate, or between the GEMMs; None without one."""
         act: Callable[..., torch.Tensor] | None = getattr(module, "act_fn", None)
         return act
 

@@ -90,11 +90,11 @@ class WatchedGemms:
     attention: Mapping[int, str] = field(default_factory=dict)
 
 
-def gradient_squares(
+def output_gradients(
     names: Iterable[str], end: End, shape: tuple[int, ...]
-) -> tuple[dict[str, GradientSquares], torch.Tensor | None]:
-    """Sum the squared gradients at the output of each of the GEMMs `names`; and return the gradient at the hidden
-    states that the pass began with, if any.
+) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+    """The gradients at the output of each of the GEMMs `names`, float32 [windows, seq_len, out]; and the gradient at
+    the hidden states that the pass began with, if any.
 
     `shape`: (windows, seq_len) of the batch. GEMMs whose outputs have another number of tokens, as those of experts,
     are left out, and GEMMs that the pass did not reach.
@@ -106,17 +106,28 @@ def gradient_squares(
     }
     begun = [] if end.begun is None else [end.begun]
     gradients = torch.autograd.grad(end.value, [*outputs.values(), *begun], end.gradient, allow_unused=True)
+    reached = zip(outputs, gradients[: len(outputs)], strict=True)
+    of_names = {name: gradient.detach() for name, gradient in reached if gradient is not None}
+    return of_names, gradients[-1] if begun else None
+
+
+def gradient_squares(
+    names: Iterable[str], end: End, shape: tuple[int, ...]
+) -> tuple[dict[str, GradientSquares], torch.Tensor | None]:
+    """Sum the squares of `output_gradients`; and return the gradient at the hidden states that the pass began with, if
+    any.
+    """
+    gradients, back = output_gradients(names, end, shape)
     sums: dict[str, GradientSquares] = {}
-    for name, gradient in zip(outputs, gradients[: len(outputs)], strict=True):
-        if gradient is not None:
-            of_tokens = gradient.detach().double().square().sum(-1)
-            sums[name] = GradientSquares(
-                first=float(of_tokens[:, 0].sum()),
-                others=float(of_tokens[:, 1:].sum()),
-                first_tokens=shape[0],
-                other_tokens=shape[0] * (shape[1] - 1),
-            )
-    return sums, gradients[-1] if begun else None
+    for name, gradient in gradients.items():
+        of_tokens = gradient.double().square().sum(-1)
+        sums[name] = GradientSquares(
+            first=float(of_tokens[:, 0].sum()),
+            others=float(of_tokens[:, 1:].sum()),
+            first_tokens=shape[0],
+            other_tokens=shape[0] * (shape[1] - 1),
+        )
+    return sums, back
 
 
 def batch_squares(watched: WatchedGemms, batch: int, ids: npt.NDArray[np.int64]) -> dict[str, GradientSquares]:

@@ -17,8 +17,18 @@ from ...core.files import reading
 from ...options import WeightRounding
 from ..codes.formats import E4M3, Grid
 from ..scales.decisions import Skipped
-from .channels import JudgedCodes, QuantizedWeight, WeightMethod, WeightScaling, judged, of_stored, quantize_scaled
-from .gptq import Compensations
+from .channels import (
+    JudgedCodes,
+    QuantizedWeight,
+    WeightMethod,
+    WeightScaling,
+    judged,
+    of_stored,
+    quantize_scaled,
+    weight_summary,
+)
+from .gptq import Compensation, Compensations
+from .output_side import load_output_side, revised_codes
 from .rounding_progress import CachedCodes
 
 
@@ -64,7 +74,8 @@ class RoundedCodes:
 @dataclass(frozen=True)
 class GptqCodes:
     """Codes by GPTQ, under scales by `scaling` and from the second moments of `compensations`; `stored`: a folder of
-    those of calls before, to which new ones are added.
+    those of calls before, to which new ones are added. `outputs`: a folder of what is known of the outputs of GEMMs, by
+    which their codes are revised.
 
     An expert's are kept where their error on held-out tokens is below that of the nearest codes.
     """
@@ -72,6 +83,7 @@ class GptqCodes:
     scaling: WeightScaling
     compensations: Compensations
     stored: CachedCodes | None = None
+    outputs: Path | None = None
 
     def quantized(self, weight: FloatWeight) -> QuantizedWeight | Skipped | None:
         """The codes of `weight`; None where its input saw too few tokens."""
@@ -89,9 +101,22 @@ class GptqCodes:
             tokens = self.compensations.held_out(module)
             shrunk = self.compensations.shrunk(module, weight.device)
             quantized = judged(rows, quantized, method, tokens, shrunk, lost)
-        if self.stored and isinstance(quantized, QuantizedWeight):
-            self.stored.keep(module, lost, quantized)
+        if isinstance(quantized, QuantizedWeight):
+            quantized = self._revised(module, rows, quantized, compensation)
+            if self.stored:
+                self.stored.keep(module, lost, quantized)
         return quantized
+
+    def _revised(
+        self, module: str, rows: torch.Tensor, made: QuantizedWeight, compensation: Compensation
+    ) -> QuantizedWeight:
+        """Revise the codes of the weight `rows` of `module` by its output side, where that is known."""
+        side = load_output_side(self.outputs, module) if self.outputs else None
+        if side is None or made.scale.dim() == 2:
+            return made
+        lost = self.compensations.lost[module]
+        codes = revised_codes(rows, made.codes, made.scale, compensation, side, lost)
+        return QuantizedWeight(codes, made.scale, weight_summary(rows, codes, made.scale, self.scaling.method, "gptq"))
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,12 @@ class CostliestFacts(Strict):
     only: list[str] = Field(default=[])
 
 
+class OutputFacts(Strict):
+    """Facts of the gradients at outputs. `windows`: those that ran forward and back."""
+
+    windows: int
+
+
 class QuantizeFacts(Strict):
     """Facts of a checkpoint. `batch_size`: windows that ran through a layer together, for sequential rounding;
     `shrinkage`: of the moments beside first tokens that are weighed; `tokenizer`: the one that is written.
@@ -186,7 +192,7 @@ def stage(
 FP8_FILES = ("scales.json", "model/*", "attention.json")
 STATISTICS = ("statistics.safetensors", "statistics.json", "moments/*")
 #: What scales and codes are chosen by besides statistics.
-CHOICES = ("costliest.json", "first_tokens.json")
+CHOICES = ("costliest.json", "first_tokens.json", "output_moments/*")
 
 #: Cuts texts into calibration windows and evaluation tokens.
 CORPUS = stage(
@@ -220,6 +226,14 @@ FIRST_TOKENS = stage(
     NoFacts,
     inputs=("model", "calibration.npz"),
     outputs=("first_tokens.json",),
+)
+#: Gathers the gradients at the outputs of GEMMs, to revise GPTQ's codes by.
+OUTPUTS = stage(
+    "outputs",
+    Options,
+    OutputFacts,
+    inputs=("model", "calibration.npz"),
+    outputs=("output_moments/*",),
 )
 #: Chooses the weights that stay in BF16 since FP8 costs them most.
 COSTLIEST = stage(

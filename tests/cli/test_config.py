@@ -222,6 +222,7 @@ def test_the_file_that_repeats_a_command_says_what_was_left_to_a_default(fp8q: F
         "# q-scale: as the run has it",
         "# weight-rounding: as the run has it",
         "# weigh-first-token: as the run has it",
+        "# weigh-outputs: as the run has it",
         "# form: as the run has it",
         "# block-scale-grid: as the run has it",
         "# activation-terms: as the run has it",
