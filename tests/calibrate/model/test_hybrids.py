@@ -190,9 +190,8 @@ def test_experts_without_a_gate_get_codes_that_transformers_loads(calibrated: Ca
         name: tensor for file in (run / "model").glob("*.safetensors") for name, tensor in load_file(file).items()
     }
     assert stored["backbone.layers.1.mixer.experts.3.up_proj.weight"].dtype == torch.float8_e4m3fn
-    loaded, info = AutoModelForCausalLM.from_pretrained(
-        run / "model", dtype=torch.bfloat16, output_loading_info=True
-    )  # fmt: skip
+    loading: Any = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.bfloat16, output_loading_info=True)
+    loaded, info = loading
     assert not [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in info[kind]]
     reference = load_reference(run / "model", "exact", torch.float32)
     with torch.no_grad():
