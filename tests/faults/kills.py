@@ -188,6 +188,9 @@ def kill_one(campaign: "Campaign", draw: random.Random, reference: Undisturbed, 
     if number != signal.SIGKILL:
         faults += [f"TMPDIR/{name} is left" for name in snapshot(temporary)]
     shutil.rmtree(temporary)
+    if kind.converts and digests(folder / kind.out) == reference.files:  # it had ended, and refuses to begin again
+        campaign.clear(folder)
+        return Killed(what, kind.streamed, kind.converts, tuple(faults))
     again = wait(launch(Start(argv_of(kind), folder)))
     if again.code:
         faults.append(f"the second run ended with {again.code}: {again.err[-300:]}")
