@@ -16,6 +16,7 @@ COMMANDS = {
     "measure": "calibrate",
     "quantize": "calibrate",
     "first-tokens": "calibrate",
+    "outputs": "calibrate",
     "queries": "export --attention fp8",
     "adapter": "distill --train adapter",
     "needles": "validate --needles LENGTHS",
