@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -162,42 +162,57 @@ class LayerSquares(LayerSteps):
         self.squares = {name: GradientSquares.model_validate(sums) for name, sums in self.squares.items()}
 
 
-class LayerwiseFirstTokens(Backward):
-    """All steps of measuring a model larger than memory; their results are in one file of the folder."""
+class GradientsOfLayers(Backward):
+    """A pass forward and back for an `option` that weighs what GPTQ rounds by; `without`: how to do without it."""
+
+    option: ClassVar[str]
+    without: ClassVar[str]
 
     def __init__(self, source: Source, batches: Batches, folder: Path, device: str = "cpu"):
         """Prepare to run `batches` in the existing `folder`.
 
         Raises InputError as `Backward` does.
         """
-        super().__init__(source, batches, folder, device, "--weigh-first-token", "or leave it out")
+        super().__init__(source, batches, folder, device, self.option, "or leave it out")
         self.watched = WatchedGemms(self.model, self.gemms)
-        self.results: LayerSquares = LayerSquares.of(folder / "squares.json")
 
     def refused(self) -> AbstractContextManager[None]:
         """Name the option that needs a chain of layers."""
-        return refused_with(WITHOUT_LAYERS)
+        return refused_with(self.without)
 
     def prompt(self, positions: int) -> int:
         """Every token is scored but the first."""
         return 1
 
+    def note_time(self, seconds: float, report: Reporter) -> None:
+        """Note the time of all steps."""
+        report.note(f"{self.option}: by what the first layer took, some {PASSES * seconds:,.0f} s here")
+
+    def of_layer(self, index: int | None) -> list[str]:
+        """The GEMMs of one layer, or (None) those before all layers."""
+        return [name for name in self.gemms if self.layers.index(name) == index]
+
+
+class LayerwiseFirstTokens(GradientsOfLayers):
+    """All steps of measuring a model larger than memory; their results are in one file of the folder."""
+
+    option = "--weigh-first-token"
+    without = WITHOUT_LAYERS
+
+    def __init__(self, source: Source, batches: Batches, folder: Path, device: str = "cpu"):
+        """Prepare as every pass is, and read the results that a killed call left."""
+        super().__init__(source, batches, folder, device)
+        self.results: LayerSquares = LayerSquares.of(folder / "squares.json")
+
     @property
     def before_layers(self) -> bool:
         """Tell whether any GEMM is before the layers."""
-        return bool(self._of_layer(None))
-
-    def _of_layer(self, index: int | None) -> list[str]:
-        return [name for name in self.gemms if self.layers.index(name) == index]
-
-    def note_time(self, seconds: float, report: Reporter) -> None:
-        """Note the time of all steps."""
-        report.note(f"--weigh-first-token: by what the first layer took, some {PASSES * seconds:,.0f} s here")
+        return bool(self.of_layer(None))
 
     @contextmanager
     def collecting(self, index: int | None) -> Iterator[Collect]:
         """Sum the squared gradients of the GEMMs of one layer, or of none."""
-        names = self._of_layer(index)
+        names = self.of_layer(index)
         batches = [*self.batches.values()]
         sums: list[Mapping[str, GradientSquares]] = []
 

@@ -11,7 +11,7 @@ experts, are left out, and those whose gradients are not finite.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +24,9 @@ from ...calibrate.measure.stream import LayerSteps, check_room
 from ...calibrate.model.expert_modules import experts_of
 from ...calibrate.model.gemms import output_channel_axis
 from ...calibrate.model.source import Source
-from ...core.reporter import Reporter
 from ..weights.output_side import GRADIENTS, INPUTS
-from .backward import Backward, Collect, refused_with
-from .first_tokens import PASSES, WatchedGemms, output_gradients
+from .backward import Collect
+from .first_tokens import GradientsOfLayers, output_gradients
 from .gradients import End
 
 #: The remedy for a model that cannot be run layer by layer.
@@ -75,21 +74,23 @@ class LayerGradients:
                 np.save(moments_file(folder, module), moments.cpu().numpy())
 
 
-class OutputMoments(Backward):
+class OutputMoments(GradientsOfLayers):
     """All steps of gathering; the files are in the folder `outputs` of the work folder."""
+
+    option = "--weigh-outputs"
+    without = WITHOUT_LAYERS
 
     def __init__(self, source: Source, batches: Batches, folder: Path, device: str = "cpu"):
         """Prepare to run `batches`, of one window each, in the existing `folder`.
 
         Raises InputError as `Backward` does, and where the disk has no room for the moments.
         """
-        super().__init__(source, batches, folder, device, "--weigh-outputs", "or leave it out")
-        self.watched = WatchedGemms(self.model, self.gemms)
+        super().__init__(source, batches, folder, device)
         self.results = LayerSteps.of(folder / "steps.json")
         self.outputs = folder / "outputs"
         self.outputs.mkdir(exist_ok=True)
         sizes = {moments_file(self.outputs, name): 4 * width**2 for name, width in self._widths().items()}
-        check_room(self.outputs, sizes, "--weigh-outputs", "or leave it out", "the moments of outputs")
+        check_room(self.outputs, sizes, self.option, "or leave it out", "the moments of outputs")
 
     def _widths(self) -> dict[str, int]:
         """The output channels of each GEMM whose moments are gathered."""
@@ -99,27 +100,15 @@ class OutputMoments(Backward):
             name: module.get_parameter("weight").shape[output_channel_axis(module)] for name, module in gemms.items()
         }
 
-    def refused(self) -> AbstractContextManager[None]:
-        """Name the option that needs a chain of layers."""
-        return refused_with(WITHOUT_LAYERS)
-
-    def prompt(self, positions: int) -> int:
-        """Every token is scored but the first."""
-        return 1
-
     @property
     def before_layers(self) -> bool:
         """Nothing is gathered before the layers."""
         return False
 
-    def note_time(self, seconds: float, report: Reporter) -> None:
-        """Note the time of all steps."""
-        report.note(f"--weigh-outputs: by what the first layer took, some {PASSES * seconds:,.0f} s here")
-
     @contextmanager
     def collecting(self, index: int | None) -> Iterator[Collect]:
         """Sum what the gradients of the GEMMs of one layer give, and write it."""
-        names = [] if index is None else [name for name in self.gemms if self.layers.index(name) == index]
+        names = [] if index is None else self.of_layer(index)
         batches = [*self.batches]
         sums = LayerGradients()
 
