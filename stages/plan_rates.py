@@ -38,8 +38,9 @@ LOADED_BYTES = 4 << 30
 #: The tokens that GEMMs are measured on, and the rows of a weight that scales are.
 GEMM_TOKENS = 256
 SCALED_ROWS = 64
-#: The inputs and the rows that GPTQ is measured on.
+#: The inputs that GPTQ is measured on, with `SCALED_ROWS` rows and with more: each input takes a time of its own.
 ROUNDED_INPUTS = 512
+ROUNDED_ROWS = 512
 #: The time of a pass beside its GEMMs, as a multiple of these, where no pass is measured.
 BESIDE_GEMMS = 1.5
 #: The operations of a pass that is run to measure time, about.
@@ -229,19 +230,25 @@ def scoring_seconds(vocabulary: int, device: str) -> float:
 
 
 def gptq_seconds(shapes: Sequence[Shape], inputs: Sequence[int]) -> float:
-    """The seconds of GPTQ for weights of these `shapes` and distinct `inputs`, by the n³ and n² m that one of them
-    takes.
+    """The seconds of GPTQ for weights of these `shapes` and distinct `inputs`, by the n³ of factoring one of these, and
+    by the n and n² m of rounding one of those.
     """
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(2 * ROUNDED_INPUTS, ROUNDED_INPUTS, generator=draw)
     moments = x.T @ x
-    weight = torch.randn(SCALED_ROWS, ROUNDED_INPUTS, generator=draw).to(torch.bfloat16)
-    scale = torch.full((SCALED_ROWS,), 0.01)
     factored = compensation(moments.clone())
     cubed = seconds(lambda: compensation(moments.clone())) / ROUNDED_INPUTS**3
-    squared = seconds(lambda: gptq_codes(weight, scale, factored)) / (ROUNDED_INPUTS**2 * SCALED_ROWS)
-    rounded = sum(outputs * width * width for outputs, width in shapes)
-    return cubed * sum(width**3 for width in inputs) + squared * rounded
+
+    def rounding(rows: int) -> float:
+        weight = torch.randn(rows, ROUNDED_INPUTS, generator=draw).to(torch.bfloat16)
+        scale = torch.full((rows,), 0.01)
+        return seconds(lambda: gptq_codes(weight, scale, factored))
+
+    few = rounding(SCALED_ROWS)
+    squared = max(0.0, rounding(ROUNDED_ROWS) - few) / (ROUNDED_INPUTS**2 * (ROUNDED_ROWS - SCALED_ROWS))
+    one = max(0.0, few / ROUNDED_INPUTS - squared * ROUNDED_INPUTS * SCALED_ROWS)
+    factoring = cubed * sum(width**3 for width in inputs)
+    return factoring + sum(one * width + squared * width * width * outputs for outputs, width in shapes)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...core.files import reading, replacing
+from ...core.memory import release_memory
 from ...core.reporter import Reporter
 from ..model.expert_modules import routed_gemms
 from ..model.gemms import observed_gemms, output_channel_axis
@@ -147,6 +148,7 @@ def measure_in_memory(
     with report.track("Calibrating", sum(ids.size for _, ids in remaining), "tokens") as advance:
         for number, (batch, ids) in enumerate(remaining, done + 1):
             watch.forward(torch.from_numpy(ids), batch)
+            release_memory()  # what a batch stores between its large tensors keeps their memory from being used again
             advance(ids.size)
             if saved and number < len(what.parts) and saved.is_due():
                 saved.save(number, added_tensors(before, watch.statistics()))

@@ -30,7 +30,7 @@ from ...calibrate.model.source import Source
 from ...core.files import Strict
 from ...core.reporter import Reporter
 from .backward import Backward, Collect, refused_with
-from .gradients import End, drawn_loss, next_token_log_probabilities, seeing
+from .gradients import End, drawn_gradient, seeing
 
 #: The remedy for a model that cannot be run layer by layer.
 WITHOUT_LAYERS = "give it memory for the whole in FP32, or leave --weigh-first-token out, which needs gradients"
@@ -137,8 +137,9 @@ def batch_squares(watched: WatchedGemms, batch: int, ids: npt.NDArray[np.int64])
     model = watched.model
     tokens = torch.from_numpy(ids).to(model.device)
     with seeing(watched) as (seen, cache), torch.enable_grad():
-        log_p = next_token_log_probabilities(model, tokens, cache)
-        end = End(seen, drawn_loss(log_p, torch.Generator(model.device).manual_seed(batch)))
+        logits = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+    draw = torch.Generator(model.device).manual_seed(batch)
+    end = End(seen, logits, drawn_gradient(logits.detach(), 1, draw))
     return gradient_squares(watched.gemms, end, ids.shape)[0]
 
 

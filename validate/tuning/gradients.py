@@ -13,7 +13,7 @@ from torch import nn
 from ...calibrate.model.expert_modules import shared_inputs
 from ...calibrate.model.gemms import output_channel_axis
 from ...quantize.sensitivity.document import Predicted
-from ...quantize.sensitivity.gradients import along, drawn_loss, half_square, next_token_log_probabilities, seeing
+from ...quantize.sensitivity.gradients import along, drawn_gradient, half_square, seeing
 from .candidates import Candidates
 from .choices import CODES, GroupForm, variant
 
@@ -26,10 +26,11 @@ def predict_choices(
     """
     prompt = candidates.prompt(ids.shape[1])
     with seeing(candidates) as (seen, cache), torch.enable_grad():
-        loss = drawn_loss(next_token_log_probabilities(candidates.model, ids, cache, prompt), draw)
+        logits = candidates.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
         caches = {name: seen.cache[name] for name in candidates.cache if name in seen.cache}
         tensors = [*seen.outputs.values(), *caches.values()]
-        output_gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
+        at_logits = drawn_gradient(logits.detach(), prompt, draw)
+        output_gradients = torch.autograd.grad(logits, tensors, at_logits, allow_unused=True)
     experts = {name for names in shared_inputs(candidates.model, candidates.gemms).values() for name in names}
     gradients = dict(zip([*seen.outputs, *caches], output_gradients, strict=True))
     result: Predicted = {}
