@@ -70,7 +70,7 @@ def scale_name(checkpoint: Checkpoint) -> Broken:
             continue
         in_blocks = codes.scheme.weights == "block"
         if last not in known or (form == "fp8" and in_blocks and last == "weight_scale"):
-            wanted = f"{codec.weight_scales[0]} or {codec.input_scales[0]}"
+            wanted = " or ".join([*codec.weight_scales[:1], *codec.input_scales[:1]])
             yield name, f"is read by neither transformers nor vLLM in the form {form}; call it {wanted}, or take it out"
 
 

@@ -147,6 +147,7 @@ class FP8Linear(nn.Module):
         rows = x.flatten(0, -2)
         if self.run_time_scales:
             scales = self.run_time_scales(rows)
+            assert scales.shape[-1] == 1, "scales of parts of a token need a layer as BlockLinear is"
             sums = self._gemm(encode(rows, scales).to(self.codes.dtype))
             y = Epilogue(scales, self.weight_scale, self.bias).of_sums(sums, x.dtype)
         elif self.terms:

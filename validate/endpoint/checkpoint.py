@@ -12,6 +12,7 @@ from ...calibrate.input.untrusted import error_text, foreign
 from ...calibrate.measure.scoring import log_softmax, losses
 from ...core.errors import BackendError, Fp8qError, InputError
 from ...core.reporter import Reporter
+from ...quantize.reading.codecs import CODECS
 from ...serve.loop.text import ModelFileError, Vocabulary
 from ..accuracy.log_probabilities import check_logprobs
 from ..accuracy.top_logits import top_of
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 #: The remedy for a checkpoint that cannot be loaded.
 AGAIN = "copy or download it again, or name another directory"
 #: How the names of weights' scales end. transformers only warns of those that it does not read (ModelOpt's, Conv1D's).
-WEIGHT_SCALES = (".weight_scale", ".weight_scale_inv", ".weight_scale_2")
+WEIGHT_SCALES = (".weight_scale_2", *(f".{name}" for codec in CODECS.values() for name in codec.weight_scales))
 
 
 def run_checkpoint(

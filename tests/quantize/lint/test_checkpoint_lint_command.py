@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from fp8q.quantize.reading.quantization_config import READ
+
 from .conftest import Damaged
 
 Fp8q = Callable[..., Any]
 MODULE = "model.layers.1.mlp.down_proj"
-READ = (
-    "compressed-tensors (float-quantized), modelopt (FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO) and fp8 (blocks or "
-    "one scale a tensor)"
-)
 ORIGINAL = "give the checkpoint it was made from, in BF16"
 
 
