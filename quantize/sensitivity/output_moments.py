@@ -1,4 +1,4 @@
-"""Gather the second moments of the loss's gradients at the outputs of GEMMs, layer by layer, for `weights.two_sided`.
+"""Gather the second moments of the loss's gradients at the outputs of GEMMs, layer by layer, for `weights.output_side`.
 
 Some calibration windows run forward and back once (`backward`), with labels that the model draws, by a generator whose
 seed is the number of the window. H_O of a GEMM is Σ g gᵀ over their tokens, but for the first token of each window:
