@@ -53,9 +53,8 @@ from ..quantize.weights.rounding_progress import CachedCodes
 from ..quantize.weights.sequential import SequentialRounding
 from ..quantize.weights.tensor_scales import joined_families, tensor_scales
 from .corpus import in_batches, load_tokens
-from .first_tokens import load_first_tokens
+from .gradients import load_first_tokens, output_folder
 from .measure import measure_queries
-from .output_moments import output_folder
 from .pipeline.stage import Key, Notes, device
 from .pipeline.stages import DISTILL, MEASURE, QUANTIZE, QuantizeFacts
 from .shared.adapters import fingerprints

@@ -21,9 +21,9 @@ from fp8q.quantize.scales.activation_scales import group_of
 from fp8q.quantize.scales.clip import lost_share
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.weights.gptq import WEIGHED_SHRINKAGE, compensation, gptq_codes
-from fp8q.stages import first_tokens as stage
+from fp8q.stages import gradients as stage
 from fp8q.stages import preflight
-from fp8q.stages.first_tokens import gradients_by_layer, load_first_tokens
+from fp8q.stages.gradients import gradients_by_layer, load_first_tokens
 
 SMALL: dict[str, Any] = {"samples": 12, "seq_len": 64, "batch_size": 4}
 INPUT = "model.layers.1.mlp.down_proj"

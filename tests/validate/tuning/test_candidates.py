@@ -16,7 +16,7 @@ from fp8q.quantize.weights.channels import nearest_codes
 from fp8q.quantize.weights.gptq import WEIGHED_SHRINKAGE, compensation, gptq_codes
 from fp8q.quantize.weights.held_out import LEAST, gemm_error
 from fp8q.stages.corpus import load_tokens
-from fp8q.stages.first_tokens import load_first_tokens
+from fp8q.stages.gradients import load_first_tokens
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared.sources import source_of
 from fp8q.stages.tune import PARTS, PredictedCandidates, batches_of, parted, predicted_candidates
