@@ -18,7 +18,6 @@ from ..core.errors import InputError
 from ..core.files import disk_errors, replacing, write_document
 from ..core.output_folder import WorkFolder
 from ..core.run import Run
-from ..export.graph.reuse import carry_graphs
 from ..options import BF16, BLOCK, RescaleOptions, ScaleOptions, WeightRounding
 from ..quantize.checkpoint.hf_layout import hf_layout_of
 from ..quantize.checkpoint.rounding_ranks import round_in_ranks, round_share
@@ -56,7 +55,7 @@ from .measure import measure_queries
 from .pipeline.stage import Key, Notes, device
 from .pipeline.stages import DISTILL, MEASURE, QUANTIZE, QuantizeFacts
 from .shared.adapters import fingerprints
-from .shared.model_files import has_graphs
+from .shared.model_files import carry_graphs, has_graphs
 
 
 @dataclass(frozen=True)
