@@ -102,7 +102,7 @@ def test_codes_are_learned_of_all_that_the_preset_exact_chooses(calibrated: Call
     assert {"costliest.json", "first_tokens.json"} <= inputs.keys()
 
 
-def test_moments_of_older_versions_are_refused_by_name(weighed: Run, calibrated: Callable[..., Run]) -> None:
+def test_moments_of_older_versions_are_refused_by_name(calibrated: Callable[..., Run]) -> None:
     run = calibrated()
     for path in run.moments.glob("*.first.npy"):
         path.unlink()
