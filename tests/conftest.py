@@ -196,7 +196,7 @@ def validators_made_once() -> Iterator[None]:
     import pydantic
     from cyclopts.argument import Argument
 
-    validate = Argument.validate
+    validate: Any = Argument.validate
     made_anew = pydantic.TypeAdapter
     made_once = functools.cache(made_anew)
 
