@@ -50,10 +50,9 @@ from fp8q.options import CalibrateOptions
 from fp8q.quantize.scales.activation_scales import group_of
 from fp8q.quantize.scales.choose_scales import choose_scales
 from fp8q.quantize.scales.expert_scales import starved
-from fp8q.quantize.weights.channels import QuantizedWeight, WeightScaling
+from fp8q.quantize.weights.channels import LEAST_HELD_OUT, QuantizedWeight, WeightScaling, gemm_error
 from fp8q.quantize.weights.code_sources import FloatWeight, GptqCodes, Rounding
 from fp8q.quantize.weights.gptq import Compensations
-from fp8q.quantize.weights.held_out import LEAST, gemm_error
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages.pipeline.stage import Notes
@@ -172,7 +171,7 @@ def over_nearest(
     by_kind: dict[str, list[float]] = {"gate and up": [], "down": []}
     for name, weight in weights.items():
         of_expert = tokens.tokens(input_name(name)) if ".experts." in name else None
-        if of_expert is not None and len(of_expert) >= LEAST:
+        if of_expert is not None and len(of_expert) >= LEAST_HELD_OUT:
             errors = [float(gemm_error(weight, made[name].values, of_expert)) for made in (gptq, nearest)]
             by_kind["down" if name.endswith("down_proj") else "gate and up"].append(errors[0] / errors[1])
     return {

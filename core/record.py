@@ -3,6 +3,7 @@
 import resource
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Self, TypeVar
@@ -118,8 +119,9 @@ class StageLog:
     seconds_before: float = 0.0
 
 
+@cache
 def library_versions() -> dict[str, str]:
-    """The versions of the installed distributions that fp8q works with."""
+    """The versions of the installed distributions that fp8q works with, read once."""
     versions: dict[str, str] = {}
     for name in DISTRIBUTIONS:
         try:

@@ -22,8 +22,8 @@ from . import preflight
 from .corpus import Collected, collect, write_corpus
 from .costliest import choose_costliest
 from .export import export_or_note
+from .gradients import run_gradients
 from .measure import check_batches, check_experts, measure, take_part
-from .output_moments import run_gradients
 from .pipeline.stage import Notes
 from .pipeline.stages import MEASURE
 from .quantize import KnownCodes, quantize, rescaled, take_part_in_rounding

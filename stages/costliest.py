@@ -19,7 +19,7 @@ from ..quantize.scales.costliest import Costliest, costliest_weights
 from ..quantize.scales.decisions import load_scales
 from ..quantize.scales.policy import ModelGemms
 from ..quantize.sensitivity.backward import check_chain
-from ..quantize.weights.tensor_scales import joined_families
+from ..quantize.weights.channels import joined_families
 from .pipeline.stage import Key, Notes, device
 from .pipeline.stages import COSTLIEST, CostliestFacts
 from .quantize import KnownCodes, quantize

@@ -72,9 +72,9 @@ from ..validate.tuning.search import Search
 from ..validate.tuning.solve import EXACT, Problem, same
 from .build_engine import build_engine
 from .export import export_or_note
+from .gradients import run_gradients
 from .measure import measure
 from .other_text import evaluation, positions
-from .output_moments import run_gradients
 from .pipeline.stage import Key, Notes, device
 from .pipeline.stages import FORMS, MEASURE, QUANTIZE, FormFacts, QuantizeFacts
 from .quantize import KnownCodes, quantize

@@ -22,8 +22,8 @@ from ..validate.accuracy.runtimes import held_type
 from .corpus import Collected
 from .costliest import WINDOWS as COSTLIEST_WINDOWS
 from .cpu_time import STEP_TOKENS
-from .first_tokens import WINDOWS as FIRST_TOKEN_WINDOWS
 from .forms import FEW_CONTEXT, FEW_WINDOWS, PREDICTED_WINDOWS
+from .gradients import WINDOWS as FIRST_TOKEN_WINDOWS
 from .pipeline.stage import Notes, device
 from .pipeline.stages import VALIDATE
 from .plan_rates import LIBRARY_BYTES, Rates, measured_rates

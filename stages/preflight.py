@@ -18,12 +18,11 @@ from ..core.reporter import SILENT
 from ..core.run import Run
 from ..options import CalibrateOptions, ExportOptions, ScaleOptions
 from ..quantize.sensitivity.backward import check_chain
-from ..quantize.sensitivity.first_tokens import WITHOUT_LAYERS
-from ..quantize.sensitivity.output_moments import WITHOUT_LAYERS as WITHOUT_OUTPUTS
+from ..quantize.sensitivity.output_gradients import LayerwiseFirstTokens, OutputMoments
 from ..quantize.weights.sequential import check_sequential
 from .corpus import Collected
 from .costliest import check_costliest
-from .first_tokens import gradients_by_layer
+from .gradients import gradients_by_layer
 from .measure import check_queries, streamed
 from .pipeline.stage import Notes, device
 from .shared.adapters import check_attention
@@ -61,9 +60,9 @@ def check_calibrate(source: Source, options: CalibrateOptions, export: ExportOpt
         Chain(source, device())
     check_costliest(source, options)
     if options.weighs_first_token and gradients_by_layer(source, options.stream):
-        check_chain(source, device(), WITHOUT_LAYERS)
+        check_chain(source, device(), LayerwiseFirstTokens.without)
     if options.weighs_outputs:
-        check_chain(source, device(), WITHOUT_OUTPUTS)
+        check_chain(source, device(), OutputMoments.without)
     asking = "--attention fp8" if export.attention == "fp8" else "--q-scale" if options.q_scale else None
     if asking:
         check_queries(source, asking, Notes(SILENT))

@@ -18,7 +18,6 @@ from ..core.errors import InputError
 from ..core.files import disk_errors, replacing, write_document
 from ..core.output_folder import WorkFolder
 from ..core.run import Run
-from ..export.graph.reuse import carry_graphs
 from ..options import BF16, BLOCK, RescaleOptions, ScaleOptions, WeightRounding
 from ..quantize.checkpoint.hf_layout import hf_layout_of
 from ..quantize.checkpoint.rounding_ranks import round_in_ranks, round_share
@@ -45,21 +44,18 @@ from ..quantize.scales.policy import (
     mixed_group_warning,
     shared_input_notes,
 )
-from ..quantize.weights.channels import WeightScaling
+from ..quantize.weights.channels import LEAST_HELD_OUT, WeightScaling, joined_families, tensor_scales
 from ..quantize.weights.code_sources import GptqCodes, LearnedCodes, RoundedCodes, Rounding
 from ..quantize.weights.gptq import WEIGHED_SHRINKAGE, Compensations
-from ..quantize.weights.held_out import LEAST
 from ..quantize.weights.rounding_progress import CachedCodes
 from ..quantize.weights.sequential import SequentialRounding
-from ..quantize.weights.tensor_scales import joined_families, tensor_scales
 from .corpus import in_batches, load_tokens
-from .first_tokens import load_first_tokens
+from .gradients import load_first_tokens, output_folder
 from .measure import measure_queries
-from .output_moments import output_folder
 from .pipeline.stage import Key, Notes, device
 from .pipeline.stages import DISTILL, MEASURE, QUANTIZE, QuantizeFacts
 from .shared.adapters import fingerprints
-from .shared.model_files import has_graphs
+from .shared.model_files import carry_graphs, has_graphs
 
 
 @dataclass(frozen=True)
@@ -239,7 +235,7 @@ def judged_experts_note(scales: Scales, layers: Collection[str], rounding: Weigh
     experts = {name: weight for name, weight in scales.weights.items() if name.startswith(inside)}
     compensated = [name for name, weight in experts.items() if weight.rounding == rounding]
     nearest = {name: weight.held_out for name, weight in experts.items() if weight.rounding == "nearest"}
-    few = [name for name, error in nearest.items() if error is None or error.tokens < LEAST]
+    few = [name for name, error in nearest.items() if error is None or error.tokens < LEAST_HELD_OUT]
     larger = [name for name in nearest if name not in set(few)]
     if not compensated and not nearest:
         return None

@@ -73,9 +73,9 @@ from ..validate.tuning.search import Search
 from ..validate.tuning.solve import Losses, Problem
 from .corpus import load_tokens
 from .export import export_or_note
+from .gradients import run_gradients
 from .measure import measure
 from .other_text import evaluation
-from .output_moments import run_gradients
 from .pipeline.stage import NO_FACTS, Key, Notes, alone, arithmetic, device
 from .pipeline.stages import MEASURE, QUANTIZE, TUNE
 from .quantize import compensations_of, quantize

@@ -188,6 +188,34 @@ def codes_without_amx() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def validators_made_once() -> Iterator[None]:
+    """Let pydantic make the validator of an option's type once: cyclopts asks for those of all options at every command
+    line, which takes a third of it or more.
+    """
+    import pydantic
+    from cyclopts.argument import Argument
+
+    validate: Any = Argument.validate
+    made_anew = pydantic.TypeAdapter
+    made_once = functools.cache(made_anew)
+
+    def adapter(hint: Any) -> Any:
+        try:
+            return made_once(hint)
+        except TypeError:  # it has no hash
+            return made_anew(hint)
+
+    def validated(argument: Argument, value: Any) -> Any:
+        with pytest.MonkeyPatch.context() as within:
+            within.setattr(pydantic, "TypeAdapter", adapter)
+            return validate(argument, value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Argument, "validate", validated)
+        yield
+
+
 @dataclass(frozen=True)
 class Texts:
     """Two disjoint texts that the demo checkpoint was not trained on."""

@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 PACKAGE = ("api.py", "cli", "core", "options", "calibrate", "quantize", "export", "validate", "serve", "stages")
@@ -41,9 +42,15 @@ class Source:
         """Whether it is of `api` or `cli`, which import in functions and share names with what they call."""
         return self.path.startswith(("api.py", "cli/"))
 
-    def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree."""
+        return [*ast.walk(self.tree)]
+
+    @cached_property
+    def functions(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
         """Every function and method."""
-        yield from (node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+        return [node for node in self.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def sources(root: Path) -> list[Source]:
@@ -61,17 +68,17 @@ def openings(files: list[Source]) -> Iterator[str]:
     """Docstrings that open with a question's word."""
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for file in files:
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             text = (ast.get_docstring(node) or "") if isinstance(node, documented) else ""
             if getattr(node, "name", "") not in STATED and text.startswith(tuple(f"{word} " for word in OPENINGS)):
                 yield f"{file.path}:{getattr(node, 'lineno', 1)}: a docstring opens with `{text.split()[0]}`"
 
 
-def bindings(tree: ast.Module) -> Iterator[tuple[str, int]]:
+def bindings(nodes: list[ast.AST]) -> Iterator[tuple[str, int]]:
     """Variables and parameters, with their lines; not the fields of classes, many of which are keys of files."""
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     fields = {id(field.target) for node in classes for field in node.body if isinstance(field, ast.AnnAssign)}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in fields:
             yield node.id, node.lineno
         elif isinstance(node, ast.arg):
@@ -83,7 +90,7 @@ def vague_names(files: list[Source]) -> Iterator[str]:
     for file in files:
         if words := VAGUE_MODULES & {*Path(file.path).with_suffix("").parts}:
             yield f"{file.path}: is called `{words.pop()}`"
-        for name, line in bindings(file.tree):
+        for name, line in bindings(file.nodes):
             if name in VAGUE_NAMES and (file.path, name) not in PUBLIC:
                 yield f"{file.path}:{line}: `{name}` does not say what it holds"
 
@@ -93,7 +100,7 @@ def lengths(files: list[Source]) -> Iterator[str]:
     for file in files:
         if file.lines > LONGEST_FILE and file.path not in LONG_FILES:
             yield f"{file.path}: has {file.lines} lines, of at most {LONGEST_FILE}"
-        for node in file.functions():
+        for node in file.functions:
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > LONGEST:
                 yield f"{file.path}:{node.lineno}: {node.name} has {length} lines, of at most {LONGEST}"
@@ -102,7 +109,7 @@ def lengths(files: list[Source]) -> Iterator[str]:
 def parameters(files: list[Source]) -> Iterator[str]:
     """Functions of many parameters; not kernels, which take pointers and sizes, and no values that hold several."""
     for file in files:
-        for node in file.functions():
+        for node in file.functions:
             if any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list):
                 continue
             names = [entry.arg for entry in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
@@ -126,7 +133,7 @@ def defined_twice(files: list[Source]) -> Iterator[str]:
 def imports_inside(files: list[Source]) -> Iterator[str]:
     """Imports of own modules in functions; needed where a host without torch, or Triton, does not come."""
     for file in files:
-        for function in () if file.loads_lazily else file.functions():
+        for function in () if file.loads_lazily else file.functions:
             for node in ast.walk(function):
                 if isinstance(node, ast.ImportFrom) and node.level:
                     yield f"{file.path}:{node.lineno}: imports {node.module or 'a module'} in a function"

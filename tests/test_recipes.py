@@ -89,14 +89,14 @@ def follow(title: str, package: Path) -> None:
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A copy of the package and of what makes the tables in docs."""
+    """A copy of the package and of what makes the tables in docs, with the bytecode of files that stay as they are."""
     copied = tmp_path / "copy" / "fp8q"
     copied.mkdir(parents=True)
     for name in PACKAGE:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, copied / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+            shutil.copytree(ROOT / name, copied / name, ignore=shutil.ignore_patterns("results"))
         else:
-            shutil.copyfile(ROOT / name, copied / name)
+            shutil.copy2(ROOT / name, copied / name)
     return copied
 
 

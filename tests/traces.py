@@ -71,8 +71,8 @@ def cache_of(config: pytest.Config) -> Path:
 
 def key_of(directory: Path, plan: "GraphPlan") -> str:
     """A digest of all that the graphs of the checkpoint in `directory` follow from, apart from the code."""
-    from fp8q.export.graph.reuse import layout
     from fp8q.quantize.reading.run_checkpoint import ADAPTERS
+    from fp8q.stages.shared.model_files import layout
 
     planned = [sorted(value) if isinstance(value, frozenset) else value for value in vars(plan).values()]
     follows = {name: content for name, content in layout(directory).items() if plan.adapter or ADAPTERS not in name}

@@ -14,8 +14,7 @@ from typing import Any
 
 from ...core.errors import InputError
 from ..measure.moments import SecondMoments
-from .sent_files import FileChannel
-from .world import World
+from .world import FileChannel, World
 
 
 class HandedMoments(SecondMoments):

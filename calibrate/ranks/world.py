@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ COLLECTIVE = timedelta(days=30)
 #: The time that they wait for a collective of a library's training loop, in which Python handles no signal: rank 0 may
 #: be writing a checkpoint meanwhile, and a machine that is cut off ends the others no later.
 IN_A_LIBRARY = timedelta(minutes=30)
+#: Bytes of a message in which ranks send each other files.
+MESSAGE_BYTES = 1 << 28
 
 
 class World:
@@ -200,6 +203,45 @@ class World:
             f"the ranks lost each other: {' '.join(str(error).split())[:300]}",
             "run the same command again",
         )
+
+
+class FileChannel:
+    """The connection of two ranks of `world`, whose process `group` it is: either sends files, and the other writes
+    them. Ranks need not share a disk.
+    """
+
+    def __init__(self, world: World, group: Any, other: int):
+        """Connect this rank with the `other`."""
+        self.world = world
+        self.group = group
+        self.other = other
+
+    def send(self, files: Sequence[Path]) -> None:
+        """Send `files`, none of them empty, which `receive` of the other rank writes under their names."""
+        header = json.dumps({file.name: file.stat().st_size for file in files}).encode()
+        self._send(torch.tensor([len(header)]))
+        self._send(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        for file in files:
+            self._send(torch.from_numpy(np.memmap(file, np.uint8, "c")))
+
+    def receive(self, folder: Path) -> None:
+        """Write the files that the other rank sends into `folder`, which exists."""
+        size = self._received(torch.empty(1, dtype=torch.int64))
+        header = self._received(torch.empty(int(size), dtype=torch.uint8))
+        sizes: dict[str, Any] = json.loads(header.numpy().tobytes())
+        for name, bytes_of_file in sizes.items():
+            file = np.memmap(folder / name, np.uint8, "w+", shape=(int(bytes_of_file),))
+            self._received(torch.from_numpy(file))
+            file.flush()
+
+    def _send(self, values: torch.Tensor) -> None:
+        for part in values.split(MESSAGE_BYTES):
+            self.world.broadcast(part, self.world.rank, self.group)
+
+    def _received(self, values: torch.Tensor) -> torch.Tensor:
+        for part in values.split(MESSAGE_BYTES):
+            self.world.broadcast(part, self.other, self.group)
+        return values
 
 
 @contextmanager

@@ -22,8 +22,7 @@ import numpy as np
 from ...calibrate.measure.held_out import input_name, tokens_file
 from ...calibrate.measure.moments import first_file, moments_file
 from ...calibrate.model.source import Source
-from ...calibrate.ranks.sent_files import FileChannel
-from ...calibrate.ranks.world import World
+from ...calibrate.ranks.world import FileChannel, World
 from ...core.errors import Fp8qError
 from ...core.files import Strict
 from ...options import ScaleGrid

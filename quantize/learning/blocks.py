@@ -76,8 +76,8 @@ class BlockText:
 class BlockLearning(Chain):
     """The float model and the FP8 one, with the layers that have learned so far.
 
-    Invariant: `float[n % 2]` and `learned[n % 2]` hold the hidden states that enter layer n, of all batches, and
-    `unlearned[n % 2]` those of the held-out batches in the FP8 model as it was, when n layers have learned.
+    Invariant: `float_states[n % 2]` and `fp8_states[n % 2]` hold the hidden states that enter layer n, of all batches,
+    and `old_states[n % 2]` those of the held-out batches in the FP8 model as it was, when n layers have learned.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class BlockLearning(Chain):
         self.text = text
         self.done: LearnedBlocks = LearnedBlocks.of(folder / "learned.json")
         output = self.layer_output
-        self.float, self.learned = states_in_turn(
+        self.float_states, self.fp8_states = states_in_turn(
             ("float", "learned"), text.batches, output, folder, "--stream", "or ask for fewer --samples"
         )
-        self.unlearned = [HiddenStates(file, text.held_out, output) for file in files_in_turn(folder, "unlearned")]
+        self.old_states = [HiddenStates(file, text.held_out, output) for file in files_in_turn(folder, "unlearned")]
 
     def run(self, schedule: BlockSchedule, report: Reporter) -> None:
         """Let the layers learn that have not, one after the other."""
@@ -114,15 +114,15 @@ class BlockLearning(Chain):
             return
         calls = self._calls()
         what = f"Learning {len(remaining)} layers, one by one"
-        learned: list[BlockLoss] = []
+        losses: list[BlockLoss] = []
 
         def standing() -> str:
-            return learned[-1].change if learned else ""
+            return losses[-1].change if losses else ""
 
         with report.track(what, len(remaining) * schedule.steps, "steps", standing) as advance:
             for index in remaining:
                 started = time.monotonic()
-                learned.append(self._layer(index, calls, replace(schedule, seed=schedule.seed + index), advance))
+                losses.append(self._layer(index, calls, replace(schedule, seed=schedule.seed + index), advance))
                 if index == remaining.start and len(remaining) > 1:
                     total_s = (time.monotonic() - started) * len(remaining)
                     report.note(f"distill: by what the first layer took, some {total_s:,.0f} s here")
@@ -136,9 +136,8 @@ class BlockLearning(Chain):
         tokens = sum(ids.size for ids in self.text.held_out.values())
         with self.behind_layers() as logits, torch.inference_mode():
             for batch, ids in self.text.held_out.items():
-                states = [
-                    hidden[count % 2].read(batch, self.device) for hidden in (self.float, self.unlearned, self.learned)
-                ]
+                models = (self.float_states, self.old_states, self.fp8_states)
+                states = [hidden[count % 2].read(batch, self.device) for hidden in models]
                 for window in range(len(ids)):
                     for start in range(0, ids.shape[1], POSITIONS):
                         part = slice(start, start + POSITIONS)
@@ -159,8 +158,10 @@ class BlockLearning(Chain):
         """
 
         def keep(batch: int, hidden: torch.Tensor) -> None:
-            for states in (self.float, self.learned, *([self.unlearned] if batch in self.text.held_out else [])):
-                states[0].write(batch, hidden)
+            self.float_states[0].write(batch, hidden)
+            self.fp8_states[0].write(batch, hidden)
+            if batch in self.text.held_out:
+                self.old_states[0].write(batch, hidden)
 
         entered = self.done.steps > 0
         calls = self.enter(self.text.batches, None if entered else keep)
@@ -171,7 +172,7 @@ class BlockLearning(Chain):
 
     def _flush(self, index: int) -> None:
         """Write the hidden states that enter layer `index` to the disk."""
-        for states in (self.float, self.learned, self.unlearned):
+        for states in (self.float_states, self.fp8_states, self.old_states):
             states[index % 2].flush()
 
     def _layer(self, index: int, calls: Calls, schedule: BlockSchedule, advance: Callable[[int], None]) -> BlockLoss:
@@ -188,36 +189,35 @@ class BlockLearning(Chain):
 
         with self.weights.filled(self.inside(index)), torch.inference_mode():
             for batch in self.text.batches:
-                self.float[after].write(batch, run_layer(self.float[before], batch))
+                self.float_states[after].write(batch, run_layer(self.float_states[before], batch))
         with self._learning(index, schedule.scales) as layers:
             with torch.inference_mode():
                 for batch in self.text.held_out:
-                    self.unlearned[after].write(batch, run_layer(self.unlearned[before], batch))
+                    self.old_states[after].write(batch, run_layer(self.old_states[before], batch))
             prefix = f"{self.layers.prefix}.{index}."
             block = LearningBlock(
                 layer,
-                partial(run_layer, self.learned[before]),
-                lambda batch: self.float[after].read(batch, self.device),
+                partial(run_layer, self.fp8_states[before]),
+                lambda batch: self.float_states[after].read(batch, self.device),
             )
             result, by_module = learn_block(block, ([*self.text.train], [*self.text.held_out]), schedule, advance)
-            learned = {name: by_module[name.removeprefix(prefix)] for name in layers}
-            changed = sum(linear.settle(*learned[name]) for name, linear in layers.items())
+            codes = {name: by_module[name.removeprefix(prefix)] for name in layers}
+            changed = sum(linear.settle(*codes[name]) for name, linear in layers.items())
             with torch.inference_mode():
                 for batch in self.text.batches:
-                    self.learned[after].write(batch, run_layer(self.learned[before], batch))
+                    self.fp8_states[after].write(batch, run_layer(self.fp8_states[before], batch))
         release_memory()
         self._flush(index + 1)
-        total = sum(codes.numel() for codes, _ in learned.values())
         loss = BlockLoss(
             layer=index,
             before=result.before,
             after=result.after,
             step=result.step,
-            codes=total,
+            codes=sum(values.numel() for values, _ in codes.values()),
             changed=changed,
             stopped=result.stopped,
         )
-        self.done.add(loss, learned)
+        self.done.add(loss, codes)
         return loss
 
     @contextmanager

@@ -62,15 +62,14 @@ def drafts_unmatched(served: Served) -> Broken:
             return
 
 
-def _matching(module: str, entries: tuple[str, ...], source: PatternFile) -> str | None:
-    """The entry of compressed-tensors that matches a module: its name, or an expression behind `re:`."""
-    for entry in entries:
-        if entry.startswith("re:"):
-            if BoundedPattern(entry.removeprefix("re:"), source).matches(module):
-                return entry
-        elif entry == module:
-            return entry
-    return None
+def _matching(module: str, entries: tuple[str, ...], source: PatternFile) -> bool:
+    """Tell whether an entry matches a module as compressed-tensors has it: its name, or an expression behind `re:`."""
+    return any(
+        BoundedPattern(entry.removeprefix("re:"), source).matches(module)
+        if entry.startswith("re:")
+        else entry == module
+        for entry in entries
+    )
 
 
 @server_rule(
@@ -377,10 +376,8 @@ def _entries(served: Served) -> tuple[str, ...]:
 
 def _leaves_out(served: Served, entry: str, module: str, source: PatternFile) -> bool:
     """Tell whether the server leaves `module` out by this entry."""
-    if entry.startswith("re:"):
-        return BoundedPattern(entry.removeprefix("re:"), source).matches(module)
-    if entry == module:
-        return True
+    if entry.startswith("re:") or entry == module:
+        return _matching(module, (entry,), source)
     if served.server == "tensorrt-llm":
         parts = module.split(".")
         above = (".".join(parts[:end]) for end in range(1, len(parts) + 1))

@@ -78,7 +78,7 @@ def wanted_tokens(widths: Mapping[str, int]) -> WantedTokens | None:
     """Return the tokens that compensated rounding of these modules wants, by the `widths` of their inputs; None without
     any.
 
-    Experts are judged on tokens held out (`quantize.weights.held_out`), and starved ones have notes of their own.
+    Experts are judged on tokens held out (`quantize.weights.channels`), and starved ones have notes of their own.
     """
     dense = {module: width for module, width in widths.items() if ".experts." not in module}
     widest = max(dense, key=lambda module: dense[module], default=None)

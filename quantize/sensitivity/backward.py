@@ -5,7 +5,7 @@ are stored on disk, for all batches; behind the last layer labels are drawn and 
 the way back each layer runs once more on its stored input and passes the gradient to the layer before it; the two
 gradients that are needed at a time are on disk too. Memory holds the FP32 weights of one layer, or the embedding, or
 the output head, whatever the number of layers; each layer's weights are read twice. What is made of the gradients is
-the subclasses' own: `layerwise` predicts losses by them, `first_tokens` weighs tokens.
+the subclasses' own: `layerwise` predicts losses by them, `output_gradients` weighs tokens.
 
 Each step (modules before the layers, each layer, the head, each layer back, modules before them back) saves its results
 at its end; a killed call goes on after the last saved step.

@@ -1,12 +1,29 @@
 """Choose the scales and codes of a weight matrix, one scale for each output channel.
 
 `amax` takes each channel's largest magnitude; `mse` takes the BF16 scale with the least squared error (`weights.mse`).
-With these scales fixed, weights are rounded to nearest, or by GPTQ (`gptq`). A weight whose channels share one scale
-(`weights.tensor_scales`) is coded under it as under a scale for each channel, all of them equal.
+With these scales fixed, weights are rounded to nearest, or by GPTQ (`gptq`).
+
+**One scale for a whole weight** (`--weight-scale tensor`): it is coded under it as under a scale for each channel, all
+of them equal. vLLM, SGLang and TensorRT-LLM make one GEMM of q, k and v, and one of gate and up. Where such weights
+have one scale each, they take the largest for all and round the codes of the others again (vLLM's
+`requantize_with_max_scale`), so that what is served was never validated. Weights that read one tensor and lie in one
+module therefore share a scale from the start: the codes are those that are served. Experts keep a scale for each
+channel: with tensor weights vLLM takes the largest input scale of all experts of a layer for each of them, and refuses
+inputs with a scale for each token.
+
+**Experts** are judged on tokens that their codes were not fitted to, beside each weight's nearest code. GPTQ lowers the
+squared error of the GEMM on the tokens of its second moments. An expert has few of them, and on other tokens the error
+may be larger than that of nearest rounding (`docs/decisions/0080`). The error of a token x is
+
+    |(w - v) · x|² + l Σ_j |v_j|² x_j²,
+
+with v the values of the codes and l the share of the input's energy that its own quantization loses. Each token's error
+is divided by |x|², since a few tokens, such as the first ones of a text, are so large that they would decide alone, and
+the residual stream that the GEMM is added to is large there too.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,19 +33,19 @@ from ...options import ScaleGrid, WeightRounding
 from ..codes.blocks import SIDE, block_values, spread_scales, weight_blocks
 from ..codes.encoding import ENCODERS, scales_of
 from ..codes.formats import E4M3, Grid
-from ..scales.clip import SMALLEST_SCALE, ratio_db
+from ..scales.clip import SMALLEST_SCALE, ratio_db, scale_of
 from ..scales.decisions import INHERITED, HeldOutError, Skipped, WeightScales
 from .gptq import Compensation, gptq_codes
-from .held_out import LEAST, compared_with_nearest
-from .mse import mse_scales
+from .mse import mse_scale, mse_scales
 from .no_waiting import certainly, on_host
 
 WeightMethod = Literal["amax", "mse"]
+#: The least number of held-out tokens by which codes of an expert are judged.
+LEAST_HELD_OUT = 32
 #: Values that are converted to FP32 at a time, on the host and on another device: two FP32 copies of a whole matrix
 #: would take four times its bytes, and larger blocks fragment the heap.
 BLOCK_VALUES = 1 << 20
 DEVICE_VALUES = 1 << 26
-
 
 #: Codes float8_e4m3fn [out, in] and scale float32 [out] of a module, and how an expert's were judged.
 JudgedCodes = tuple[torch.Tensor, torch.Tensor, HeldOutError | None]
@@ -140,7 +157,7 @@ def judged(
     """
     if isinstance(compensated, Skipped):
         return compensated
-    if tokens is None or len(tokens) < LEAST:
+    if tokens is None or len(tokens) < LEAST_HELD_OUT:
         nearest = nearest_codes(weight, compensated.scale)
         error = HeldOutError(tokens=0 if tokens is None else len(tokens))
         return of_stored(weight, (nearest, compensated.scale, error), method, "gptq")
@@ -174,6 +191,29 @@ def best_on_held_out(
         codes = _codes_where(better, others, codes)
         ratio = torch.where(better, of_others, ratio)
     return _codes_where(ratio < 1, codes, nearest), torch.stack([ratio, better.double()])
+
+
+def gemm_error(weight: torch.Tensor, values: torch.Tensor, tokens: torch.Tensor, lost: float = 0.0) -> torch.Tensor:
+    """The relative squared error of the GEMM with `values` float32 [out, in] in place of `weight` [out, in], summed
+    over `tokens` [tokens, in], any float type, to float64 []; `lost`: the share of the input's energy that its
+    quantization loses.
+    """
+    x = tokens.float()
+    squares = x.square()
+    error = (x @ (weight.float() - values).T).square().sum(1)
+    noise = squares @ values.square().sum(0)
+    energy = squares.sum(1).clamp_min(torch.finfo(torch.float32).tiny)
+    return ((error + lost * noise) / energy).sum(dtype=torch.float64)
+
+
+def compared_with_nearest(
+    weight: torch.Tensor, values: torch.Tensor, nearest: torch.Tensor, tokens: torch.Tensor, lost: float = 0.0
+) -> torch.Tensor:
+    """The error of `values` float32 [out, in] over that of the `nearest` values float32 [out, in], float64 []; NaN
+    where the nearest have none.
+    """
+    error, least = (gemm_error(weight, rounded, tokens, lost) for rounded in (values, nearest))
+    return torch.where(least > 0, error / least, torch.nan)
 
 
 def _codes_where(flag: torch.Tensor, codes: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
@@ -258,6 +298,35 @@ def channel_scales(weight: torch.Tensor, method: WeightMethod, format: Grid = E4
         return None
     scale = torch.where(fit, least if method == "amax" else mse_scales(weight), 0)
     return torch.where(fit, scale, scale.max())
+
+
+def joined_families(modules: Collection[str], groups: Iterable[Sequence[str]]) -> list[list[str]]:
+    """Split `modules` into those whose weights share a scale: those of a group that lie in one module.
+
+    `groups`: modules that receive the same tensor.
+    """
+    families: dict[tuple[str, str], list[str]] = {}
+    first = {member: members[0] for members in groups for member in members}
+    for module in modules:
+        families.setdefault((first.get(module, module), module.rpartition(".")[0]), []).append(module)
+    return [*families.values()]
+
+
+def tensor_scales(
+    families: Iterable[Sequence[str]], read: Callable[[str], torch.Tensor], method: WeightMethod
+) -> Mapping[str, float]:
+    """Choose one scale for the weights of each family by `method`; module -> its scale.
+
+    `read` gives the finite BF16 weight of a module. A family of zeros has none.
+    """
+    scales: dict[str, float] = {}
+    for family in families:
+        weights = [read(module) for module in family]
+        amax = max(float(weight.abs().max()) for weight in weights)
+        if (largest := float(scale_of(amax, E4M3))) >= SMALLEST_SCALE:
+            scale = largest if method == "amax" else float(mse_scale(weights)[0])
+            scales |= dict.fromkeys(family, scale)
+    return scales
 
 
 def block_scales(weight: torch.Tensor, method: WeightMethod, grid: ScaleGrid) -> torch.Tensor | None:

@@ -27,7 +27,7 @@ from .device import CaptureError, Device, DeviceCache, bucket_of, padded_length,
 from .device_calls import BoundCall, CallShape, DeviceProgram, Room, bound_call, call_layout, float_logits
 from .device_kernels import DeviceKernels
 from .device_logits import DeviceLogits, DeviceSummaries, SummaryLayout
-from .host_batch import CAPACITY_STEP, attention_mask, chunk_layout, next_capacity
+from .host_batch import CAPACITY_STEP, CachedBatch, attention_mask, chunk_layout, next_capacity
 from .step_logits import Indices, Logits, StepLogits
 
 LOG = logging.getLogger("fp8q")
@@ -53,7 +53,7 @@ class _Step:
     checked: int = 0
 
 
-class DeviceBatch:
+class DeviceBatch(CachedBatch[DeviceCache]):
     """A `sessions.Batch`; see there for what each method does."""
 
     def __init__(
@@ -69,7 +69,6 @@ class DeviceBatch:
         step = slot_step(program.layout)
         self._positions = positions // step * step
         self._step = step
-        self._cache: DeviceCache | None = None
         self._steps: dict[int, _Step] = {}
         self._prompts = Room(device)
         self._sampling = Room(device)
@@ -111,11 +110,6 @@ class DeviceBatch:
         asked = 1 if self._program.asks else None
         # a single token gets one of padding (`_read_chunk`)
         return [CallShape(count, max(chunk // count, 2), self._positions, asked) for count in (1, self._rows)]
-
-    @property
-    def capacity(self) -> int:
-        """Slots of a row, none while there is no cache."""
-        return self._cache.capacity if self._cache else 0
 
     def reserve(self, needed: int, most: int, rows: int) -> None:
         """Have slots for `needed` positions: twice as many as before where they run out, and at most `most`."""
@@ -281,18 +275,6 @@ class DeviceBatch:
             step.room.free()
         self._steps.clear()
         self._unread = None
-
-    def _held(self) -> DeviceCache:
-        assert self._cache is not None, "reserve comes first"
-        return self._cache
-
-    def move(self, source: int, target: int, filled: int) -> None:
-        """Let row `target` hold the `filled` first positions of row `source`."""
-        self._held().move(source, target, filled)
-
-    def wipe(self, row: int) -> None:
-        """Let a row hold zeros."""
-        self._held().wipe(row)
 
     def idle(self) -> None:
         """Keep cache and steps: making them again costs more than many a request."""

@@ -9,7 +9,7 @@ Copied unchanged into Triton repositories: imports only NumPy and its neighbours
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,7 +116,45 @@ class _Step:
     new: KeyValues
 
 
-class HostBatch:
+class SlotCache(Protocol):
+    """The interface of a cache of rows of slots, wherever it lies."""
+
+    capacity: int
+
+    def move(self, source: int, target: int, filled: int) -> None:
+        """Let row `target` hold the `filled` first positions of row `source`."""
+
+    def wipe(self, row: int) -> None:
+        """Let a row hold zeros."""
+
+
+Cache = TypeVar("Cache", bound=SlotCache)
+
+
+class CachedBatch(Generic[Cache]):
+    """The part of a `sessions.Batch` that its cache does, which is there once `reserve` was called."""
+
+    _cache: Cache | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a row, none while there is no cache."""
+        return self._cache.capacity if self._cache else 0
+
+    def _held(self) -> Cache:
+        assert self._cache is not None, "reserve comes first"
+        return self._cache
+
+    def move(self, source: int, target: int, filled: int) -> None:
+        """Let row `target` hold the `filled` first positions of row `source`."""
+        self._held().move(source, target, filled)
+
+    def wipe(self, row: int) -> None:
+        """Let a row hold zeros."""
+        self._held().wipe(row)
+
+
+class HostBatch(CachedBatch[HostCache]):
     """A `sessions.Batch`; see there for what each method does."""
 
     def __init__(self, session: HostGraph, rows: int, positions: int):
@@ -124,13 +162,7 @@ class HostBatch:
         self._session = session
         self._rows = rows
         self._positions = positions
-        self._cache: HostCache | None = None
         self._steps: dict[int, _Step] = {}
-
-    @property
-    def capacity(self) -> int:
-        """Slots of a row, none while there is no cache."""
-        return self._cache.capacity if self._cache else 0
 
     def reserve(self, needed: int, most: int, rows: int) -> None:
         """Have slots for `needed` positions: twice as many as before where they run out, and at most `most`."""
@@ -191,18 +223,6 @@ class HostBatch:
         run = self._session.bind([tokens, mask, positions, *cache.past(0, count)], [logits, *new])
         self._steps[count] = _Step(tokens, positions, np.zeros(count, np.int64), mask, run, logits[:, 0], new)
         return self._steps[count]
-
-    def _held(self) -> HostCache:
-        assert self._cache is not None, "reserve comes first"
-        return self._cache
-
-    def move(self, source: int, target: int, filled: int) -> None:
-        """Let row `target` hold the `filled` first positions of row `source`."""
-        self._held().move(source, target, filled)
-
-    def wipe(self, row: int) -> None:
-        """Let a row hold zeros."""
-        self._held().wipe(row)
 
     def idle(self) -> None:
         """Give the memory back: another step is bound in no time."""

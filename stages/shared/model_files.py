@@ -1,5 +1,6 @@
-"""The files of a run that runtimes read, checkpoint and graphs, checked to be what their stages wrote."""
+"""The files of a run that runtimes read, checkpoint and graphs: checked to be what their stages wrote, and reused."""
 
+import shutil
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -8,11 +9,12 @@ from ...calibrate.checkpoint.companions import COMPANIONS
 from ...core.commands import stage_command
 from ...core.errors import InputError
 from ...core.files import sha256_file
+from ...core.headers import header_bytes
 from ...core.record import FP8_STAGES
 from ...core.run import Run
 from ...core.run_files import GRAPH, graph_names
 from ...options import ExportOptions, Precision
-from ...quantize.reading.run_checkpoint import checkpoint_of
+from ...quantize.reading.run_checkpoint import ADAPTERS, checkpoint_of
 from ..pipeline.stages import EXPORT
 from .adapters import adapters_of
 
@@ -28,7 +30,7 @@ def fp8_graphs(run: Run) -> list[Path]:
 def has_graphs(run: Run) -> bool:
     """Tell whether the run has graphs that this version exported.
 
-    A checkpoint that they do not fit has removed them (`export.graph.reuse`).
+    A checkpoint that they do not fit has removed them (`carry_graphs`).
     """
     exported = run.record().stages.get("export")
     if exported is None or exported.version != __version__ or exported.refused:
@@ -37,6 +39,35 @@ def has_graphs(run: Run) -> bool:
         (run.root / name).is_file() and sha256_file(run.root / name) == digest
         for name, digest in exported.outputs.items()
     )
+
+
+def carry_graphs(run: Run, checkpoint: Path) -> None:
+    """Copy the graphs of `run` into `checkpoint`, which is about to replace `run.model`, where they still fit it:
+    other scales leave names, shapes, types and offsets as they are.
+
+    A graph holds no scale and no code: it points at them in the safetensors beside it, each scale at its own place
+    (`passes.simplify` merges none). Tracing takes a minute, so the graphs move from the old checkpoint to the new one
+    where all that they follow from is equal: config.json with its quantization scheme, and the header of every shard
+    (each tensor's name, type, shape and offset). They are linted against the new scales like every graph. Nothing is
+    copied where a file that they follow from no longer reads.
+    """
+    try:
+        same = layout(run.model) == layout(checkpoint)
+    except (InputError, FileNotFoundError):
+        return
+    if same:
+        for graph in run.model.glob("model*.onnx"):
+            shutil.copyfile(graph, checkpoint / graph.name)
+
+
+def layout(checkpoint: Path) -> dict[str, bytes]:
+    """The files that graphs follow from, by name: config.json, and the headers of the shards and of the adapters."""
+    adapters = checkpoint / ADAPTERS
+    configs = [checkpoint / "config.json", *sorted(adapters.glob("*/*.json"))]
+    shards = [*sorted(checkpoint.glob("*.safetensors")), *sorted(adapters.glob("*/*.safetensors"))]
+    return {str(path.relative_to(checkpoint)): path.read_bytes() for path in configs} | {
+        str(shard.relative_to(checkpoint)): header_bytes(shard) for shard in shards
+    }
 
 
 def export_options(run: Run) -> ExportOptions:

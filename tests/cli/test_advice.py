@@ -32,23 +32,25 @@ def commands() -> frozenset[str]:
 
 def literals(file: Path) -> Iterator[str]:
     """The strings in the source of `file`, with `…` for what is filled in."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in ast.walk(tree):
+    nodes = [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
             yield node.value
 
 
-def texts() -> Iterator[tuple[str, str]]:
+@cache
+def texts() -> list[tuple[str, str]]:
     """Where a text is, and the text: the strings of all sources, and the pages."""
-    for folder in FOLDERS:
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            yield from ((str(file.relative_to(ROOT)), text) for text in literals(file))
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        if page.parent.name != "decisions":  # they tell of what was
-            yield str(page.relative_to(ROOT)), page.read_text(encoding="utf-8")
+    sources = [file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    pages = [page for page in pages if page.parent.name != "decisions"]  # they tell of what was
+    return [
+        *((str(file.relative_to(ROOT)), text) for file in sources for text in literals(file)),
+        *((str(page.relative_to(ROOT)), page.read_text(encoding="utf-8")) for page in pages),
+    ]
 
 
 def wrong(words: str) -> str | None:

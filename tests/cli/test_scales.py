@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from fp8q.core.files import sha256_file
 from fp8q.core.run import Run
-from fp8q.export.graph.reuse import carry_graphs
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.stages.shared.model_files import carry_graphs
 
 Fp8q = Callable[..., Any]
 

@@ -21,9 +21,9 @@ from fp8q.quantize.scales.activation_scales import group_of
 from fp8q.quantize.scales.clip import lost_share
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.weights.gptq import WEIGHED_SHRINKAGE, compensation, gptq_codes
-from fp8q.stages import first_tokens as stage
+from fp8q.stages import gradients as stage
 from fp8q.stages import preflight
-from fp8q.stages.first_tokens import gradients_by_layer, load_first_tokens
+from fp8q.stages.gradients import gradients_by_layer, load_first_tokens
 
 SMALL: dict[str, Any] = {"samples": 12, "seq_len": 64, "batch_size": 4}
 INPUT = "model.layers.1.mlp.down_proj"
@@ -102,7 +102,7 @@ def test_codes_are_learned_of_all_that_the_preset_exact_chooses(calibrated: Call
     assert {"costliest.json", "first_tokens.json"} <= inputs.keys()
 
 
-def test_moments_of_older_versions_are_refused_by_name(weighed: Run, calibrated: Callable[..., Run]) -> None:
+def test_moments_of_older_versions_are_refused_by_name(calibrated: Callable[..., Run]) -> None:
     run = calibrated()
     for path in run.moments.glob("*.first.npy"):
         path.unlink()

@@ -10,8 +10,8 @@ from fp8q import api
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, RescaleOptions
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.quantize.sensitivity.output_moments import OutputMoments
-from fp8q.stages import output_moments as stage
+from fp8q.quantize.sensitivity.output_gradients import OutputMoments
+from fp8q.stages import gradients as stage
 
 SMALL: dict[str, Any] = {"samples": 12, "seq_len": 64, "batch_size": 4, "weight_rounding": "gptq"}
 

@@ -26,6 +26,8 @@ from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.document import load_token_losses
 from fp8q.validate.pair.streamed import PairStream
 
+from ..conftest import MadeOnce
+
 STORY = "Once upon a time there was a little girl who had a red ball. " * 40
 IN_MEMORY = ("bf16", "fp32", "reference")
 #: Options of scales: an FP8 cache, two codes an activation with groups beside them, weights alone.
@@ -43,16 +45,20 @@ class Killed(BaseException):
 
 
 @pytest.fixture
-def calibrated(shared_checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Run]:
-    """`calibrated("llama")`: a run of that checkpoint without a graph, in its form of `FORMS`."""
+def calibrated(shared_checkpoint: Callable[[str], Path], made_once: MadeOnce, tmp_path: Path) -> Callable[[str], Run]:
+    """`calibrated("llama")`: a run of that checkpoint without a graph, in its form of `FORMS`, made once and copied."""
 
-    def make(name: str) -> Run:
-        (text := tmp_path / "text.txt").write_text(STORY, encoding="utf-8")
-        options = api.CalibrateOptions(samples=4, seq_len=32, allow_overlap=True, **FORMS[name])
-        graph = api.ExportOptions(graph=False)
-        return api.calibrate(str(shared_checkpoint(name)), str(text), tmp_path / name, str(text), options, graph)
+    def copied(name: str) -> Run:
+        checkpoint = str(shared_checkpoint(name))
 
-    return make
+        def make(folder: Path) -> None:
+            (text := folder / "text.txt").write_text(STORY, encoding="utf-8")
+            options = api.CalibrateOptions(samples=4, seq_len=32, allow_overlap=True, **FORMS[name])
+            api.calibrate(checkpoint, str(text), folder / "run", str(text), options, api.ExportOptions(graph=False))
+
+        return Run(Path(shutil.copytree(made_once(f"validate-stream {name}", make) / "run", tmp_path / name)))
+
+    return copied
 
 
 @pytest.fixture

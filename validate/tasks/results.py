@@ -11,7 +11,7 @@ hard cancels.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import comb, isfinite
+from math import isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -192,7 +192,10 @@ def count_flips(before: Sequence[float], after: Sequence[float]) -> Flips:
 def mcnemar_p(flips: Flips) -> float:
     """The two-sided p of McNemar's exact test; 1 without flips."""
     number = sum(flips)
-    tail = sum(comb(number, count) for count in range(min(flips) + 1))
+    tail = ways = 1  # of no flips, and then of one more each: the binomial coefficients of `number`
+    for count in range(min(flips)):
+        ways = ways * (number - count) // (count + 1)
+        tail += ways
     return min(1.0, float(2 * tail / 2**number))
 
 

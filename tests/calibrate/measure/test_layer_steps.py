@@ -11,7 +11,7 @@ from fp8q.calibrate.measure.stream import LayerSteps
 from fp8q.core.errors import InputError
 from fp8q.quantize.learning.blocks import LearnedBlocks
 from fp8q.quantize.learning.document import BlockLoss
-from fp8q.quantize.sensitivity.first_tokens import GradientSquares, LayerSquares
+from fp8q.quantize.sensitivity.output_gradients import GradientSquares, LayerSquares
 from tests.calibrate.conftest import Notebook
 
 

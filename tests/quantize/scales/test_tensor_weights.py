@@ -26,9 +26,14 @@ from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.clip import scale_of
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.scales.scheme import Scheme
-from fp8q.quantize.weights.channels import QuantizedWeight, WeightScaling, quantize_scaled
+from fp8q.quantize.weights.channels import (
+    QuantizedWeight,
+    WeightScaling,
+    joined_families,
+    quantize_scaled,
+    tensor_scales,
+)
 from fp8q.quantize.weights.mse import mse_scale, mse_scales
-from fp8q.quantize.weights.tensor_scales import joined_families, tensor_scales
 from fp8q.serve.loop.cache import BLOCK
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages import distill as distill_stage

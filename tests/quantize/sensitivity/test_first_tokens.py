@@ -12,15 +12,15 @@ from transformers import PreTrainedModel
 from fp8q.calibrate.model.gemms import observed_gemms
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.core.reporter import SILENT
-from fp8q.quantize.sensitivity import first_tokens
-from fp8q.quantize.sensitivity.first_tokens import (
+from fp8q.quantize.sensitivity import output_gradients
+from fp8q.quantize.sensitivity.gradients import drawn, uniform
+from fp8q.quantize.sensitivity.output_gradients import (
     GradientSquares,
     LayerwiseFirstTokens,
     WatchedGemms,
     added,
     batch_squares,
 )
-from fp8q.quantize.sensitivity.gradients import drawn, uniform
 
 IDS = np.random.default_rng(3).integers(0, 500, (3, 24))
 
@@ -117,7 +117,7 @@ def test_layer_by_layer_the_squares_are_those_of_the_whole_model(
 
 
 def test_a_killed_pass_goes_on_at_its_layer(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches, made = {0: IDS[:2]}, first_tokens.gradient_squares
+    batches, made = {0: IDS[:2]}, output_gradients.gradient_squares
     (tmp_path / "whole").mkdir()
     whole = LayerwiseFirstTokens(source, batches, tmp_path / "whole")
     whole.run(SILENT, "Weighing first tokens in")
@@ -129,7 +129,7 @@ def test_a_killed_pass_goes_on_at_its_layer(source: Source, tmp_path: Path, monk
             raise KeyboardInterrupt
         return made(*given)
 
-    monkeypatch.setattr(first_tokens, "gradient_squares", killed)
+    monkeypatch.setattr(output_gradients, "gradient_squares", killed)
     (tmp_path / "cut").mkdir()
     with pytest.raises(KeyboardInterrupt):
         LayerwiseFirstTokens(source, batches, tmp_path / "cut").run(SILENT, "Weighing first tokens in")

@@ -9,9 +9,8 @@ import torch
 from fp8q.calibrate.model.gemms import observed_gemms
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.core.reporter import SILENT
-from fp8q.quantize.sensitivity.first_tokens import WatchedGemms, output_gradients
 from fp8q.quantize.sensitivity.gradients import End, drawn_gradient, seeing
-from fp8q.quantize.sensitivity.output_moments import OutputMoments, is_judged_by
+from fp8q.quantize.sensitivity.output_gradients import OutputMoments, WatchedGemms, is_judged_by, output_gradients
 from fp8q.quantize.weights.output_side import OutputSide, load_output_side
 
 WINDOWS = np.random.default_rng(3).integers(0, 500, (3, 24))

@@ -15,10 +15,17 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, RescaleOptions
 from fp8q.quantize.scales.decisions import HeldOutError, WeightScales, load_scales
-from fp8q.quantize.weights.channels import QuantizedWeight, WeightScaling, judged, quantize_weight
+from fp8q.quantize.weights.channels import (
+    LEAST_HELD_OUT,
+    QuantizedWeight,
+    WeightScaling,
+    compared_with_nearest,
+    gemm_error,
+    judged,
+    quantize_weight,
+)
 from fp8q.quantize.weights.code_sources import FloatWeight, GptqCodes, Rounding
 from fp8q.quantize.weights.gptq import Compensations
-from fp8q.quantize.weights.held_out import LEAST, compared_with_nearest, gemm_error
 from fp8q.quantize.weights.rounding_progress import CachedCodes
 from fp8q.stages import quantize as quantize_stage
 from fp8q.stages.pipeline.stage import Notes
@@ -76,7 +83,7 @@ def test_the_error_of_each_token_is_over_its_energy() -> None:
 
 def test_codes_are_kept_only_where_enough_tokens_say_that_they_are_better() -> None:
     weight, closer, farther = torch.ones(1, 2), torch.full((1, 2), 1.25), torch.full((1, 2), 1.5)
-    tokens = torch.ones(LEAST, 2)
+    tokens = torch.ones(LEAST_HELD_OUT, 2)
     assert float(compared_with_nearest(weight, closer, farther, tokens)) == 0.25
     assert float(compared_with_nearest(weight, farther, closer, tokens)) == 4
     assert float(compared_with_nearest(weight, closer, closer, tokens)) == 1
@@ -87,8 +94,8 @@ def test_codes_are_kept_only_where_enough_tokens_say_that_they_are_better() -> N
     assert isinstance(summary, QuantizedWeight)
     exact, off = (torch.full((1, 2), value).to(torch.float8_e4m3fn) for value in (2.0, 3.0))
     for codes, held, error in (
-        (off, tokens, HeldOutError(tokens=LEAST)),
-        (off, tokens[1:], HeldOutError(tokens=LEAST - 1)),
+        (off, tokens, HeldOutError(tokens=LEAST_HELD_OUT)),
+        (off, tokens[1:], HeldOutError(tokens=LEAST_HELD_OUT - 1)),
         (off, None, HeldOutError(tokens=0)),
     ):
         made = judged(fine, QuantizedWeight(codes, torch.ones(1), summary.summary), "amax", held)
@@ -192,7 +199,7 @@ def test_each_weight_of_an_expert_says_how_it_was_judged_and_a_note_counts_them(
     assert all(weight.held_out is None for weight in others.values())
     for weight in experts.values():
         assert weight.held_out is not None
-        assert weight.held_out.tokens > LEAST
+        assert weight.held_out.tokens > LEAST_HELD_OUT
         assert (weight.rounding == "gptq") == weight.held_out.beats_nearest
     kept = [name for name, weight in experts.items() if weight.rounding == "gptq"]
     left = [name for name in experts if name not in kept]
@@ -264,7 +271,7 @@ def test_sequential_judges_experts_too(mixture: Source, data: Path, calibrated: 
     assert all(weight.held_out is None for weight in others.values())
     for weight in experts.values():
         assert weight.held_out is not None
-        assert weight.held_out.tokens > LEAST
+        assert weight.held_out.tokens > LEAST_HELD_OUT
         assert (weight.rounding == "sequential") == weight.held_out.beats_nearest
     assert note_of(run).startswith("--weight-rounding sequential: kept for ")
 

@@ -200,7 +200,7 @@ def serving(stand_in: StandIn) -> Iterator[StandIn]:
             """Say nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         stand_in.url = f"http://127.0.0.1:{server.server_port}"
         try:

@@ -12,11 +12,10 @@ from fp8q.calibrate.measure.moments import load_moments
 from fp8q.calibrate.model.gemms import output_channel_axis
 from fp8q.core.reporter import SILENT
 from fp8q.quantize.scales.clip import lost_share
-from fp8q.quantize.weights.channels import nearest_codes
+from fp8q.quantize.weights.channels import LEAST_HELD_OUT, gemm_error, nearest_codes
 from fp8q.quantize.weights.gptq import WEIGHED_SHRINKAGE, compensation, gptq_codes
-from fp8q.quantize.weights.held_out import LEAST, gemm_error
 from fp8q.stages.corpus import load_tokens
-from fp8q.stages.first_tokens import load_first_tokens
+from fp8q.stages.gradients import load_first_tokens
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared.sources import source_of
 from fp8q.stages.tune import PARTS, PredictedCandidates, batches_of, parted, predicted_candidates
@@ -62,7 +61,7 @@ def test_experts_are_no_worse_than_nearest_on_tokens_that_were_held_out(
         nearest = nearest_codes(weight, scale)
         tokens = load_held_out(moments, input_name(module))
         assert tokens is not None
-        if len(tokens) >= LEAST:
+        if len(tokens) >= LEAST_HELD_OUT:
             errors = [gemm_error(weight, c.float() * scale[:, None], tokens) for c in (codes, nearest)]
             assert errors[0] <= errors[1] * 1.0001, module
             judged += 1

@@ -1,7 +1,14 @@
-"""The stage `first-tokens`: weigh the first token of windows for GPTQ's second moments (`--weigh-first-token`).
+"""The stages `first-tokens` and `outputs`: gather what GPTQ takes from gradients.
 
-Some calibration windows run forward and back once through the model in FP32.
+Some calibration windows run forward and back once through the model in FP32. The first weighs the first token of
+windows in the second moments (`--weigh-first-token`), in memory or layer by layer. The second gathers the gradients at
+outputs by which codes are revised (`--weigh-outputs`), layer by layer whatever memory there is: H_O of all GEMMs
+together is larger than the weights.
 """
+
+import os
+import shutil
+from pathlib import Path
 
 import torch
 
@@ -9,15 +16,16 @@ from ..calibrate.measure.hidden_states import Batches
 from ..calibrate.model.gemms import observed_gemms
 from ..calibrate.model.memory import weight_bytes
 from ..calibrate.model.source import Source, load_model
-from ..core.files import read_document, write_document
+from ..core.files import read_document, replacing, write_document
 from ..core.memory import release_memory
 from ..core.run import Run
 from ..options import ScaleOptions
 from ..options.declare import Options
-from ..quantize.sensitivity.first_tokens import (
+from ..quantize.sensitivity.output_gradients import (
     FirstTokens,
     GradientSquares,
     LayerwiseFirstTokens,
+    OutputMoments,
     WatchedGemms,
     added,
     batch_squares,
@@ -25,14 +33,23 @@ from ..quantize.sensitivity.first_tokens import (
 from .corpus import in_batches, load_tokens, spread_windows
 from .measure import beyond
 from .pipeline.stage import NO_FACTS, Key, Notes, device
-from .pipeline.stages import FIRST_TOKENS
+from .pipeline.stages import FIRST_TOKENS, OUTPUTS, OutputFacts
 
-#: Calibration windows that run, evenly spaced.
+#: Calibration windows by which first tokens are weighed, evenly spaced.
 WINDOWS = 16
 #: The most tokens that run through the model at a time, in whole windows.
 TOKENS = 1024
 #: The memory of the model in FP32 and of the tensors of one batch, as a multiple of the model's in BF16.
 COPIES = 3
+
+
+def run_gradients(run: Run, source: Source, options: ScaleOptions, notes: Notes, stream: bool | None = None) -> None:
+    """Gather what GPTQ takes from gradients, where `options` ask for it and it is not done: `first_tokens.json` and
+    `output_moments/`. `stream`: weigh first tokens layer by layer.
+    """
+    weigh_first_tokens(run, source, options, notes, stream)
+    if options.weigh_outputs:
+        _weigh_outputs(run, source, options.weigh_outputs, notes)
 
 
 def gradients_by_layer(source: Source, stream: bool | None) -> bool:
@@ -89,3 +106,37 @@ def _in_memory(source: Source, batches: Batches, notes: Notes) -> dict[str, Grad
 def load_first_tokens(run: Run) -> dict[str, float]:
     """Read the weights of `first_tokens.json`; raises InputError where it is missing or changed."""
     return read_document(run.require(run.first_tokens, FIRST_TOKENS.name), FirstTokens).weights
+
+
+def _weigh_outputs(run: Run, source: Source, count: int, notes: Notes) -> None:
+    name = run.calibration.name
+    inputs = {"model": source.fingerprint, name: run.record().stages["corpus"].outputs[name]}
+    key = Key(inputs, Options(), OutputFacts(windows=count))
+    if OUTPUTS.is_current(run, key):
+        return
+    release_memory()
+    windows = spread_windows(load_tokens(run, run.calibration, source.text_config.vocab_size), count)
+    with OUTPUTS.writing(run, key, notes) as log, OUTPUTS.working(run, key, notes) as folder:
+        gathering = OutputMoments(source, in_batches(windows, 1), folder, device())
+        gathering.run(notes.report, "Weighing outputs in")
+        without = [module for module in gathering.gemms if not (gathering.outputs / f"{module}.npy").is_file()]
+        if without:
+            notes.note(left_out(without))
+        shutil.rmtree(run.output_moments, ignore_errors=True)
+        with replacing(run.output_moments) as partial:
+            shutil.copytree(gathering.outputs, partial, copy_function=os.link)
+        log.outputs += sorted(run.output_moments.glob("*.npy"))
+    release_memory()
+
+
+def left_out(modules: list[str]) -> str:
+    """Note the GEMMs that have no gradients, which are rounded by GPTQ alone."""
+    return (
+        f"--weigh-outputs: {len(modules):,} GEMMs ({modules[0]}{' …' if len(modules) > 1 else ''}) have no finite "
+        "gradients at outputs of a window's tokens, as experts, or no held-out ones; GPTQ rounds them without"
+    )
+
+
+def output_folder(run: Run, options: ScaleOptions) -> Path | None:
+    """The folder of what is known of outputs; None where `options` do not ask for it."""
+    return run.output_moments if options.weighs_outputs else None

@@ -1,14 +1,22 @@
-"""Measure how much more, or less, the model's loss depends on a GEMM's output at the first token of a window.
+"""Measure how the model's loss depends on the outputs of GEMMs, by which GPTQ weighs tokens and revises codes.
 
 To second order an error e_t of an output at token t costs ½ Σ_t E (g_t · e_t)², with g_t the gradient of the loss for
-labels that the model draws (`gradients`). GPTQ takes all tokens as alike, and to the first one, on which the attention
-of all others rests, that is least true: its query is read by nothing, its keys and values by every later token, and
-a norm behind the GEMM may blow its output up, and its input may be hundreds of times as large as others. So it
-enters the H of each GEMM as often as the mean of |g|² there is of that elsewhere. GEMMs that read one tensor differ: on
-SmolLM2-135M the first token has no weight for q, hundreds for k, thousands for v.
+labels that the model draws (`gradients`). GPTQ takes all tokens as alike, and all output channels.
 
-GuidedQuant (Kim et al. 2025, arXiv 2505.07004, section 3) weighs every token by its own gradient. On SmolLM2-135M the
-first token alone gives most of what all do (`docs/decisions/0082`), and its mean over windows needs few of them.
+**First tokens** (`--weigh-first-token`). To the first token, on which the attention of all others rests, that is least
+true: its query is read by nothing, its keys and values by every later token, and a norm behind the GEMM may blow its
+output up, and its input may be hundreds of times as large as others. So it enters the H of each GEMM as often as the
+mean of |g|² there is of that elsewhere. GEMMs that read one tensor differ: on SmolLM2-135M the first token has no
+weight for q, hundreds for k, thousands for v. GuidedQuant (Kim et al. 2025, arXiv 2505.07004, section 3) weighs every
+token by its own gradient. On SmolLM2-135M the first token alone gives most of what all do (`docs/decisions/0082`), and
+its mean over windows needs few of them.
+
+**Output moments** (`--weigh-outputs`), for `weights.output_side`. H_O of a GEMM is Σ g gᵀ over the tokens, but for the
+first token of each window: its gradients are hundreds of times as large at keys and values, and what rests on it is
+weighed in H_I. Of every `EVERY`th window inputs and gradients of some tokens are stored instead, by which codes are
+judged: they see neither H_O nor the independence of g and x that it supposes. Labels are drawn by a generator whose
+seed is the number of the window. The files of a layer are written at the end of its step. GEMMs whose outputs have
+another number of tokens, as those of experts, are left out, and those whose gradients are not finite.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,20 +32,27 @@ from pydantic import Field
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...calibrate.measure.held_out import save_inputs
 from ...calibrate.measure.hidden_states import Batches
-from ...calibrate.measure.stream import LayerSteps
+from ...calibrate.measure.moments import moments_file
+from ...calibrate.measure.stream import LayerSteps, check_room
+from ...calibrate.model.expert_modules import experts_of
+from ...calibrate.model.gemms import output_channel_axis
 from ...calibrate.model.source import Source
 from ...core.files import Strict
 from ...core.reporter import Reporter
+from ..weights.output_side import GRADIENTS, INPUTS
 from .backward import Backward, Collect, refused_with
 from .gradients import End, drawn_gradient, seeing
 
-#: The remedy for a model that cannot be run layer by layer.
-WITHOUT_LAYERS = "give it memory for the whole in FP32, or leave --weigh-first-token out, which needs gradients"
 #: The time of a forward pass and a backward pass, in forward passes.
 PASSES = 4.0
 #: The largest weight of the first token, and one over the smallest.
 MOST = 1e4
+#: One window in so many is held out of the output moments, the last of each; of fewer windows the last one.
+EVERY = 5
+#: Tokens of a GEMM that are stored of a held-out window, evenly spaced.
+TOKENS = 256
 
 
 class GradientSquares(Strict):
@@ -164,7 +179,9 @@ class LayerSquares(LayerSteps):
 
 
 class GradientsOfLayers(Backward):
-    """A pass forward and back for an `option` that weighs what GPTQ rounds by; `without`: how to do without it."""
+    """A pass forward and back for an `option` that weighs what GPTQ rounds by; `without`: the remedy for a model that
+    cannot be run layer by layer.
+    """
 
     option: ClassVar[str]
     without: ClassVar[str]
@@ -198,7 +215,7 @@ class LayerwiseFirstTokens(GradientsOfLayers):
     """All steps of measuring a model larger than memory; their results are in one file of the folder."""
 
     option = "--weigh-first-token"
-    without = WITHOUT_LAYERS
+    without = "give it memory for the whole in FP32, or leave --weigh-first-token out, which needs gradients"
 
     def __init__(self, source: Source, batches: Batches, folder: Path, device: str = "cpu"):
         """Prepare as every pass is, and read the results that a killed call left."""
@@ -224,3 +241,90 @@ class LayerwiseFirstTokens(GradientsOfLayers):
 
         yield collect
         self.results.squares |= added(sums)
+
+
+def is_judged_by(window: int, windows: int) -> bool:
+    """Tell whether window number `window`, of so many `windows`, is held out of H_O."""
+    return windows > 1 and window % EVERY == min(EVERY, windows) - 1
+
+
+class LayerGradients:
+    """The sums and held-out tokens of the GEMMs of one layer."""
+
+    def __init__(self) -> None:
+        self._moments: dict[str, torch.Tensor] = {}
+        self._inputs: dict[str, list[torch.Tensor]] = {}
+        self._gradients: dict[str, list[torch.Tensor]] = {}
+
+    def add(self, module: str, inputs: torch.Tensor, gradients: torch.Tensor, judged: bool) -> None:
+        """Add the tokens of a window: `inputs` [tokens, in], `gradients` [tokens, out], both float32."""
+        if judged:
+            number = min(TOKENS, len(inputs))
+            some = torch.arange(number, device=inputs.device) * len(inputs) // number
+            self._inputs.setdefault(module, []).append(inputs[some].bfloat16())
+            self._gradients.setdefault(module, []).append(gradients[some].bfloat16())
+        elif module in self._moments:
+            self._moments[module].addmm_(gradients.T, gradients)
+        else:
+            self._moments[module] = gradients.T @ gradients
+
+    def save(self, folder: Path) -> None:
+        """Write the files of all GEMMs that have both and whose gradients are finite to `folder`."""
+        for module in self._moments.keys() & self._inputs.keys():
+            moments, inputs, gradients = (
+                self._moments[module], torch.cat(self._inputs[module]), torch.cat(self._gradients[module])
+            )  # fmt: skip
+            if all(bool(torch.isfinite(tensor).all()) for tensor in (moments, inputs, gradients)):
+                save_inputs(folder / f"{module}{INPUTS}", inputs)
+                save_inputs(folder / f"{module}{GRADIENTS}", gradients)
+                np.save(moments_file(folder, module), moments.cpu().numpy())
+
+
+class OutputMoments(GradientsOfLayers):
+    """All steps of gathering; the files are in the folder `outputs` of the work folder."""
+
+    option = "--weigh-outputs"
+    without = "leave --weigh-outputs out, which needs gradients"
+
+    def __init__(self, source: Source, batches: Batches, folder: Path, device: str = "cpu"):
+        """Prepare to run `batches`, of one window each, in the existing `folder`.
+
+        Raises InputError as `Backward` does, and where the disk has no room for the moments.
+        """
+        super().__init__(source, batches, folder, device)
+        self.results = LayerSteps.of(folder / "steps.json")
+        self.outputs = folder / "outputs"
+        self.outputs.mkdir(exist_ok=True)
+        sizes = {moments_file(self.outputs, name): 4 * width**2 for name, width in self._widths().items()}
+        check_room(self.outputs, sizes, self.option, "or leave it out", "the moments of outputs")
+
+    def _widths(self) -> dict[str, int]:
+        """The output channels of each GEMM whose moments are gathered."""
+        experts = tuple(f"{layer}." for layer in experts_of(self.model))
+        gemms = {name: module for name, module in self.gemms.items() if not name.startswith(experts)}
+        return {
+            name: module.get_parameter("weight").shape[output_channel_axis(module)] for name, module in gemms.items()
+        }
+
+    @property
+    def before_layers(self) -> bool:
+        """Nothing is gathered before the layers."""
+        return False
+
+    @contextmanager
+    def collecting(self, index: int | None) -> Iterator[Collect]:
+        """Sum what the gradients of the GEMMs of one layer give, and write it."""
+        names = [] if index is None else self.of_layer(index)
+        batches = [*self.batches]
+        sums = LayerGradients()
+
+        def collect(number: int, end: End) -> torch.Tensor | None:
+            gradients, back = output_gradients(names, end, self.batches[batches[number]].shape)
+            for name, gradient in gradients.items():
+                inputs = end.seen.inputs[name].detach()
+                judged = is_judged_by(number, len(batches))
+                sums.add(name, inputs[:, 1:].flatten(0, 1), gradient[:, 1:].flatten(0, 1), judged)
+            return back
+
+        yield collect
+        sums.save(self.outputs)

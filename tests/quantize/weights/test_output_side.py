@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fp8q.quantize.codes.encoding import nearest_values
 from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.weights.gptq import MARGIN, descend
-from fp8q.quantize.weights.two_sided import descend_both, descend_input, moving_channels, nearest
+from fp8q.quantize.weights.output_side import descend_both, descend_input, moving_channels, nearest
 
 #: Every finite value of E4M3, ascending.
 GRID = sorted({float(value) for value in E4M3.grid} | {-float(value) for value in E4M3.grid})
