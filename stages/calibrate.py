@@ -22,7 +22,8 @@ from . import preflight
 from .corpus import Collected, collect, write_corpus
 from .costliest import choose_costliest
 from .export import export_or_note
-from .measure import check_batches, check_experts, measure, take_part
+from .image_inputs import with_image_rows
+from .measure import check_batches, check_experts, check_images, measure, take_part
 from .output_moments import run_gradients
 from .pipeline.stage import Notes
 from .pipeline.stages import MEASURE
@@ -192,6 +193,9 @@ def _checked(run: Run, what: Calibration, notes: Notes, world: World) -> tuple[S
         notes.note(remark)
     if later:
         later.check_fit(source, collected)
+    if collected.image_chats:
+        check_images(source, options, world)
+    collected = with_image_rows(source, tokenizer, collected, options.samples, notes)
     sources.check_weights(run, source, notes)
     return source, gemms, collected
 

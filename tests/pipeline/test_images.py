@@ -1,0 +1,326 @@
+"""Rows with images: the language model is measured on the embeddings that it gets in use, as transformers has them."""
+
+import importlib
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForMultimodalLM, AutoProcessor
+
+from fp8q import api
+from fp8q.calibrate.measure.statistics import load_statistics
+from fp8q.calibrate.model.processor import load_processor
+from fp8q.calibrate.model.source import open_source
+from fp8q.calibrate.model.tokenizer import load_tokenizer
+from fp8q.calibrate.text.chat import content_parts, messages
+from fp8q.calibrate.text.image_rows import ImageRow, image_files
+from fp8q.core.errors import BackendError, InputError
+from fp8q.core.run import Run
+from fp8q.stages.corpus import load_tokens
+from fp8q.stages.shared.image_rows import load_image_rows
+
+from ..command_result import Result
+from ..conftest import MadeOnce, Texts
+from ..seeing import PROCESSORS, asking, picture, seeing_checkpoint, write_rows
+
+pytestmark = pytest.mark.slow
+
+ROWS = 12
+OPTIONS = api.CalibrateOptions(chat_template=True, samples=4, seq_len=48, batch_size=2)
+#: Two last bits of BF16: of sums in another order, and of what follows from them.
+BITS = 2**-6
+
+
+@pytest.fixture(scope="module")
+def unseen() -> ModuleType:
+    return importlib.import_module("unseen_architectures")
+
+
+@pytest.fixture(scope="module")
+def folders(unseen: ModuleType, made_once: MadeOnce, demo_texts: Texts) -> Path:
+    """A checkpoint of each class, rows with images, and a text."""
+
+    def make(folder: Path) -> None:
+        for config in PROCESSORS:
+            seeing_checkpoint(folder / config, config, unseen)
+        for number in range(ROWS):
+            picture(folder / f"{number}.png", number, (40 + 8 * (number % 3), 32))
+        words = demo_texts.calibration.read_text(encoding="utf-8")[:20_000]
+        (folder / "text.txt").write_text(words[:10_000], encoding="utf-8")
+        rows = [asking(f"{number}.png", f"What is in picture {number}?") for number in range(ROWS)]
+        plain = [{"messages": [{"role": "user", "content": text}]} for text in words[10_000:].split("\n\n")]
+        write_rows(folder / "images.jsonl", rows)
+        write_rows(folder / "mixed.jsonl", [*rows[:6], *plain, *rows[6:]])
+        write_rows(folder / "plain.jsonl", plain)
+
+    return made_once("seeing", make)
+
+
+def calibrated(folders: Path, out: Path, *texts: str, config: str = "Gemma3Config", **changes: Any) -> Run:
+    data = [str(folders / text) for text in texts]
+    export = api.ExportOptions(graph=False)
+    return api.calibrate(str(folders / config), data, out, options=OPTIONS, export_options=export, **changes)
+
+
+@pytest.fixture(scope="module", params=PROCESSORS)
+def run(request: pytest.FixtureRequest, folders: Path, made_once: MadeOnce) -> Run:
+    """A run on windows of text and ten rows with images."""
+
+    def make(folder: Path) -> None:
+        calibrated(folders, folder / "run", "mixed.jsonl", config=request.param)
+
+    return Run(made_once(f"seeing-{request.param}", make) / "run")
+
+
+def transformers_inputs(model: Path, rows: list[dict[str, Any]], folder: Path) -> list[Mapping[str, torch.Tensor]]:
+    """The inputs that transformers' own processor makes of rows, by its own reading of template and images."""
+    processor: Any = AutoProcessor.from_pretrained(model)
+    made = []
+    for row in rows:
+        chat = json.loads(json.dumps(row["messages"]))
+        chat[0]["content"][0]["path"] = str(folder / chat[0]["content"][0]["path"])
+        made.append(processor.apply_chat_template(chat, tokenize=True, return_dict=True, return_tensors="pt"))
+    return made
+
+
+@contextmanager
+def inputs_watched(model: torch.nn.Module, names: list[str]) -> Iterator[dict[str, list[float]]]:
+    """The largest magnitude of the input of each module, of one pass after the other."""
+    amax: dict[str, list[float]] = defaultdict(list)
+
+    def watch(name: str) -> Callable[..., None]:
+        return lambda module, inputs: amax[name].append(float(inputs[0].abs().max()))
+
+    handles = [model.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names]
+    try:
+        yield amax
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("config", PROCESSORS)
+def test_inputs_are_those_of_transformers_processor(config: str, folders: Path) -> None:
+    source = open_source(str(folders / config))
+    processor = load_processor(source, load_tokenizer(source))
+    row = asking("1.png")
+    chat = row["messages"]
+    read = ImageRow(
+        where="row", messages=messages("row", chat, content_parts), images=image_files("row", chat, folders)
+    )
+    (expected,) = transformers_inputs(folders / config, [row], folders)
+    ours = processor.inputs(read)
+    assert ours.keys() == expected.keys()
+    assert int((ours["input_ids"] == 2047).sum()) == 4, "of 28 x 28 pixels in patches of 14"
+    for name, value in expected.items():
+        assert torch.equal(ours[name], value), name
+
+
+def test_amax_is_that_of_transformers_own_pass(run: Run, folders: Path) -> None:
+    """Of every tensor, on each row with images and each batch of windows."""
+    statistics = load_statistics(run)
+    model: Any = AutoModelForMultimodalLM.from_pretrained(run.record().model["path"], dtype=torch.bfloat16)
+    rows = [asking(f"{number}.png", f"What is in picture {number}?") for number in range(ROWS)][:11]
+    names = sorted(statistics.record.groups)
+    assert all("language_model" in name for name in names)
+    windows = torch.from_numpy(load_tokens(run, run.calibration))
+    with inputs_watched(model, names) as amax, torch.inference_mode():
+        for batch in windows.split(2):
+            model(input_ids=batch)
+        for inputs in [
+            transformers_inputs(Path(run.record().model["path"]), rows, folders)[number] for number in CHOSEN
+        ]:
+            model(**inputs)
+    for name in names:
+        ours = statistics.tensors[f"{name}.input"].amax_batches
+        assert len(ours) == 2 + len(CHOSEN)
+        np.testing.assert_allclose(ours, amax[name], rtol=BITS)
+
+
+#: Evenly spread over the 11 of 12 rows that are not held out.
+CHOSEN = [0, 2, 5, 8]
+
+
+def test_rows_change_what_is_measured_and_nothing_of_the_windows(run: Run, folders: Path, tmp_path: Path) -> None:
+    config = Path(run.record().model["path"]).name
+    text = calibrated(folders, tmp_path / "run", "plain.jsonl", config=config)
+    alone, both = load_statistics(text), load_statistics(run)
+    assert text.calibration.read_bytes() == run.calibration.read_bytes()
+    assert not text.images.exists()
+    changed = 0
+    for name, tensor in alone.tensors.items():
+        with_rows = both.tensors[name]
+        assert np.array_equal(with_rows.amax_batches[:2], tensor.amax_batches)
+        changed += int(with_rows.histogram != tensor.histogram)
+    assert changed == len(alone.tensors)
+    assert both.record.tokens > alone.record.tokens
+    assert both.record.corpus.fingerprint != alone.record.corpus.fingerprint
+
+
+def test_the_record_has_the_rows(run: Run, folders: Path) -> None:
+    rows = load_image_rows(run)
+    assert rows is not None
+    numbers = [
+        [Path(file.path).stem for row in part for file in row.images] for part in (rows.calibration, rows.evaluation)
+    ]
+    assert numbers == [[str(number) for number in CHOSEN], ["11"]]
+    assert rows.calibration[0].where == f"{folders / 'mixed.jsonl'}: line 1"
+    corpus = load_statistics(run).record.corpus
+    assert (corpus.windows, corpus.images, corpus.batches) == (4, 4, 6)
+    assert corpus.sources
+    assert [(source.windows, source.images) for source in corpus.sources] == [(4, 4)]
+    assert load_statistics(run).record.tokens == 4 * 48 + sum(row.tokens for row in rows.calibration)
+    assert (
+        "4 of 12 rows with images are measured, each by itself, and 1 are evaluated on"
+        in run.record().stages["corpus"].notes
+    )
+
+
+def test_the_checkpoint_leaves_the_tower_in_bf16_and_the_report_counts_rows(
+    run: Run, fp8q: Callable[..., Result]
+) -> None:
+    ignored = json.loads((run.model / "config.json").read_text())["quantization_config"]["ignore"]
+    assert any("vision_tower" in name for name in ignored)
+    assert fp8q("inspect", run.root).code == 0
+
+
+def test_the_same_call_goes_on_and_other_rows_begin_anew(run: Run, folders: Path, tmp_path: Path) -> None:
+    config = Path(run.record().model["path"]).name
+    again = Run(Path(shutil.copytree(run.root, tmp_path / "run")))
+    before = again.record().stages
+    calibrated(folders, again.root, "mixed.jsonl", config=config)
+    after = again.record().stages
+    assert all(after[name] == before[name] for name in ("corpus", "measure", "quantize"))
+    calibrated(folders, again.root, "plain.jsonl", config=config)
+    assert not again.images.exists()
+    assert load_statistics(again).record.corpus.images is None
+
+
+def test_rows_alone_go_with_another_text(folders: Path, tmp_path: Path) -> None:
+    run = calibrated(folders, tmp_path / "run", "images.jsonl", "text.txt")
+    corpus = load_statistics(run).record.corpus
+    assert corpus.sources
+    assert [(Path(source.name).name, source.windows, source.images) for source in corpus.sources] == [
+        ("images.jsonl", 0, 4),
+        ("text.txt", 4, None),
+    ]
+
+
+def test_rows_of_the_evaluation_text_take_the_place_of_those_held_out(folders: Path, tmp_path: Path) -> None:
+    run = calibrated(folders, tmp_path / "run", "images.jsonl", "text.txt", eval_data=str(folders / "mixed.jsonl"))
+    rows = load_image_rows(run)
+    assert rows is not None
+    assert (len(rows.calibration), len(rows.evaluation)) == (4, 12)
+
+
+def refused(folders: Path, out: Path, *texts: str, **changes: Any) -> str:
+    """The error of a call that leaves nothing."""
+    with pytest.raises(InputError) as error:
+        calibrated(folders, out, *texts, **changes)
+    assert not out.exists()
+    return str(error.value)
+
+
+def test_what_does_not_fit_rows_with_images_is_refused_first(folders: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    images = folders / "images.jsonl"
+    assert refused(folders, out, "images.jsonl") == (
+        f"{images}: has rows with images alone, and windows of text are calibrated and evaluated on too; give a text "
+        "beside it by another --data"
+    )
+    assert refused(folders, out, "images.jsonl", "text.txt", stream=True) == (
+        f"--stream: rows with images are measured with the whole of {folders / 'Gemma3Config'} in memory; leave the "
+        "rows out, or calibrate where it fits"
+    )
+    assert refused(folders, out, "mixed.jsonl", batches=(0, 1)) == (
+        "--batches: rows with images are measured by one process, in one run; leave the rows out"
+    )
+    assert refused(folders, out, "plain.jsonl", eval_data=str(images)) == (
+        f"{images}: leaves 0 tokens for evaluation, less than one window of 48; give more text, --eval-data, or a "
+        "smaller --seq-len"
+    )
+    assert refused(folders, out, "mixed.jsonl", chat_template=False) == (
+        f"{folders / 'mixed.jsonl'}: holds chats, under `messages`; render them by the tokenizer's own template with "
+        "--chat-template, or name a column of strings `text`"
+    )
+
+
+def test_a_faulty_image_is_one_line_with_its_row_and_nothing_is_written(folders: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.png").write_bytes(b"GIF89a")
+    for name, fault in {
+        "a.png": "is none in PNG, JPEG, WEBP; convert it",
+        "b.png": "there is no such file; copy or download it again",
+    }.items():
+        path = write_rows(tmp_path / "rows" / "rows.jsonl", [asking(name)])
+        said = refused(folders, tmp_path / "run", str(path), "text.txt")
+        assert said == f"{path}: line 1: its image {(tmp_path / 'rows' / name).resolve()} {fault}"
+
+
+def test_models_and_processors_that_do_not_fit_are_refused(
+    folders: Path, demo_checkpoint: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+
+    def copied(config: str, **files: Mapping[str, object] | None) -> Path:
+        folder = Path(shutil.copytree(folders / config, tmp_path / f"model{len([*tmp_path.iterdir()])}"))
+        for name, content in files.items():
+            file = folder / f"{name}.json"
+            file.unlink(missing_ok=True)
+            if content is not None:
+                file.write_text(json.dumps(content), encoding="utf-8")
+        return folder
+
+    blind = Path(shutil.copytree(demo_checkpoint, tmp_path / "blind"))
+    shutil.copy(folders / "Gemma3Config" / "chat_template.jinja", blind)
+    assert refused(folders, out, "mixed.jsonl", config=str(blind)) == (
+        f"{blind}: LlamaForCausalLM takes no images; leave rows with images out"
+    )
+    without = copied("Gemma3Config", preprocessor_config=None, processor_config=None)
+    said = refused(folders, out, "mixed.jsonl", config=str(without))
+    assert said.startswith(f"{without}: its processor of images does not load: ")
+    own_code = copied(
+        "Gemma3Config",
+        processor_config={"auto_map": {"AutoProcessor": "processing.Own"}, "processor_class": "OwnProcessor"},
+        preprocessor_config=None,
+    )
+    assert refused(folders, out, "mixed.jsonl", config=str(own_code), trust_remote_code=True).startswith(
+        f"{own_code}: its processor "
+    )
+    short = copied("LlavaConfig")
+    template = "{% for message in messages %}{{ message.content if message.content is string else 'none' }}{% endfor %}"
+    (short / "chat_template.jinja").write_text(template, encoding="utf-8")
+    said = refused(folders, out, "mixed.jsonl", config=str(short))
+    assert said.startswith(f"{folders / 'mixed.jsonl'}: line 1: the model's processor refuses it: ")
+    assert said.endswith("; mend the row, or leave it out")
+
+
+def test_without_pillow_one_line_says_what_to_install(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fp8q.stages.image_inputs.VISION", ("vision", ("no_such_module",)))
+    with pytest.raises(BackendError) as error:
+        calibrated(folders, tmp_path / "run", "mixed.jsonl")
+    assert str(error.value) == (
+        "no_such_module is not installed and this command needs it; install it with `pip install 'fp8q[vision]'`"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_runs_with_rows_are_not_merged(folders: Path, run: Run, tmp_path: Path) -> None:
+    config = Path(run.record().model["path"]).name
+    other = calibrated(folders, tmp_path / "other", "plain.jsonl", config=config)
+    with pytest.raises(InputError) as error:
+        api.merge([run.root, other.root], tmp_path / "both")
+    assert str(error.value) == (
+        f"{run.root}: was calibrated on rows with images, and such runs are not added; calibrate with all of the text "
+        "in one run"
+    )
