@@ -317,7 +317,7 @@ VALIDATE = stage(
     "validate",
     ValidateOptions,
     ValidateFacts,
-    inputs=(*FP8_FILES, "baselines/*", "engines/*", "tokens"),
+    inputs=(*FP8_FILES, "baselines/*", "engines/*", "tokens", "images.json"),
     outputs=("accuracy.json", "tokens.npz", "top_logits.npz"),
 )
 #: Asks BF16 and FP8 for sentences that are hidden in long prompts.

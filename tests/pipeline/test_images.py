@@ -17,7 +17,7 @@ from transformers import AutoModelForMultimodalLM, AutoProcessor
 
 from fp8q import api
 from fp8q.calibrate.measure.statistics import load_statistics
-from fp8q.calibrate.model.processor import load_processor
+from fp8q.calibrate.model.processor import load_processor, placeholder
 from fp8q.calibrate.model.source import open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text.chat import content_parts, messages
@@ -25,7 +25,13 @@ from fp8q.calibrate.text.image_rows import ImageRow, image_files
 from fp8q.core.errors import BackendError, InputError
 from fp8q.core.run import Run
 from fp8q.stages.corpus import load_tokens
+from fp8q.stages.image_inputs import row_inputs
 from fp8q.stages.shared.image_rows import load_image_rows
+from fp8q.stages.shared.sources import source_of
+from fp8q.validate.accuracy.document import load_accuracy
+from fp8q.validate.accuracy.runtimes import Loading
+from fp8q.validate.accuracy.seen_text import SeenText
+from fp8q.validate.report.accuracy_rows import image_rows as image_accuracy_rows
 
 from ..command_result import Result
 from ..conftest import MadeOnce, Texts
@@ -324,3 +330,91 @@ def test_runs_with_rows_are_not_merged(folders: Path, run: Run, tmp_path: Path) 
         f"{run.root}: was calibrated on rows with images, and such runs are not added; calibrate with all of the text "
         "in one run"
     )
+
+
+@pytest.fixture(scope="module")
+def validated(run: Run, made_once: MadeOnce) -> Run:
+    """The run, validated by BF16 and the reference."""
+    name = f"seen-{Path(run.record().model['path']).name}"
+
+    def make(folder: Path) -> None:
+        shutil.copytree(run.root, folder / "run")
+        api.validate(folder / "run", options=api.ValidateOptions(runtimes=("bf16", "reference")))
+
+    return Run(made_once(name, make) / "run")
+
+
+def test_losses_on_rows_are_those_of_both_models_by_hand(validated: Run, folders: Path) -> None:
+    """transformers' own loading of source and checkpoint, its processor, and text behind the image alone."""
+    accuracy = load_accuracy(validated)
+    images = accuracy.images
+    assert images is not None
+    (inputs,) = transformers_inputs(
+        Path(validated.record().model["path"]), [asking("11.png", "What is in picture 11?")], folders
+    )
+    ids = inputs["input_ids"][0]
+    first = int(torch.nonzero(ids == 2047).min())
+    targets = [place for place in range(first, len(ids)) if ids[place] != 2047]
+    assert (images.rows, images.tokens) == (1, len(targets))
+    assert images.runtimes.keys() == {"bf16", "reference"}
+    logits = {}
+    for name, path in (("bf16", validated.record().model["path"]), ("reference", validated.model)):
+        model: Any = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.bfloat16)
+        with torch.inference_mode():
+            logits[name] = model(**inputs).logits[0].float().log_softmax(-1)
+        loss = -np.mean([float(logits[name][place - 1, ids[place]]) for place in targets])
+        assert images.runtimes[name].nll_nats == pytest.approx(loss, abs=0.05), name
+    kl = [(logits["bf16"].exp() * (logits["bf16"] - logits["reference"])).sum(-1)[place - 1] for place in targets]
+    assert images.runtimes["reference"].kl_mean_nats == pytest.approx(float(np.mean(kl)), rel=0.5)
+
+
+def test_the_images_are_seen(validated: Run, folders: Path) -> None:
+    """The loss of the same text behind another image is another."""
+    rows = load_image_rows(validated)
+    assert rows is not None
+    source = source_of(validated)
+    other = rows.evaluation[0].model_copy(update={"images": rows.calibration[0].images})
+    losses = []
+    for row in (rows.evaluation[0], other):
+        text = SeenText("a row", row_inputs(source, [row]), placeholder(source))
+        forward: Any = text.openers(("bf16",), Loading(validated, lambda: source, "cpu"))["bf16"]()
+        evaluation = text.evaluation()
+        with torch.inference_mode():
+            logits = forward(evaluation.ids).float().log_softmax(-1)
+        losses.append(logits[0, :-1][torch.from_numpy(evaluation.scored[0, 1:])])
+    assert float((losses[0] - losses[1]).abs().max()) > 0.1
+
+
+def test_summary_and_page_have_the_rows(validated: Run, fp8q: Callable[..., Result]) -> None:
+    told = fp8q("validate", validated.root, "--runtimes", "bf16,reference")
+    assert told.code == 0
+    assert "reference on images" in told.out
+    row = next(row for row in image_accuracy_rows(validated) if row.runtime == "reference on images")
+    images = load_accuracy(validated).images
+    assert images is not None
+    assert (row.tokens, row.kl_mean_nats) == (images.tokens, images.runtimes["reference"].kl_mean_nats)
+
+
+def test_an_image_that_changed_stops_validation_in_one_line(run: Run, folders: Path, tmp_path: Path) -> None:
+    changed = Run(Path(shutil.copytree(run.root, tmp_path / "run")))
+    rows = load_image_rows(changed)
+    assert rows is not None
+    path = Path(rows.evaluation[0].images[0].path)
+    content = path.read_bytes()
+    picture(path, 99)
+    try:
+        with pytest.raises(InputError) as error:
+            api.validate(changed.root, options=api.ValidateOptions(runtimes=("bf16", "reference")))
+    finally:
+        path.write_bytes(content)
+    assert str(error.value) == (
+        f"{folders / 'mixed.jsonl'}: line {rows.evaluation[0].where.rpartition(' ')[2]}: its image {path} has changed "
+        "since it was read; restore it"
+    )
+    assert not changed.accuracy.exists()
+
+
+def test_another_text_is_validated_alone(validated: Run, folders: Path, tmp_path: Path) -> None:
+    other = Run(Path(shutil.copytree(validated.root, tmp_path / "run")))
+    options = api.ValidateOptions(runtimes=("bf16", "reference"))
+    assert api.validate(other.root, str(folders / "text.txt"), options=options).images is None
