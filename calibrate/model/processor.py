@@ -95,11 +95,10 @@ def load_processor(source: Source, tokenizer: "PreTrainedTokenizerBase") -> RowP
                 "its processor wants code of its own, which fp8q does not run",
                 "leave rows with images out",
             )
-        return InputError(
-            source.name,
-            f"its processor of images does not load: {error_text(error)}",
-            "copy preprocessor_config.json and what it names beside config.json, or leave rows with images out",
-        )
+        remedy = "copy preprocessor_config.json and what it names beside config.json, or leave rows with images out"
+        if isinstance(error, ImportError):  # Qwen's wants torchvision, for videos
+            remedy = "install what it names, or leave rows with images out"
+        return InputError(source.name, f"its processor of images does not load: {error_text(error)}", remedy)
 
     if not nested(source.config):
         raise InputError(source.name, f"{source.architecture} takes no images", "leave rows with images out")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,13 +16,15 @@ import torch
 from transformers import AutoModelForMultimodalLM, AutoProcessor
 
 from fp8q import api
-from fp8q.calibrate.measure.statistics import load_statistics
-from fp8q.calibrate.model.processor import load_processor, placeholder
-from fp8q.calibrate.model.source import open_source
+from fp8q.calibrate.measure.measurement import Measurement, measure_in_memory
+from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, load_statistics
+from fp8q.calibrate.model.processor import RowInputs, load_processor, placeholder
+from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text.chat import content_parts, messages
 from fp8q.calibrate.text.image_rows import ImageRow, image_files
 from fp8q.core.errors import BackendError, InputError
+from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.image_inputs import row_inputs
@@ -418,3 +420,56 @@ def test_another_text_is_validated_alone(validated: Run, folders: Path, tmp_path
     other = Run(Path(shutil.copytree(validated.root, tmp_path / "run")))
     options = api.ValidateOptions(runtimes=("bf16", "reference"))
     assert api.validate(other.root, str(folders / "text.txt"), options=options).images is None
+
+
+class HandMade:
+    """A processor that gives the same inputs for any row."""
+
+    def __init__(self, inputs: Mapping[str, torch.Tensor]):
+        self.made = inputs
+
+    def inputs(self, row: ImageRow) -> Mapping[str, torch.Tensor]:
+        return self.made
+
+
+@pytest.mark.parametrize("config", ["Qwen2VLConfig", "Qwen2_5_VLConfig", "Qwen3VLConfig"])
+def test_positions_of_three_axes_are_those_of_transformers(config: str, unseen: ModuleType, tmp_path: Path) -> None:
+    """Qwen's processors want torchvision, so that their inputs are made by hand; windows of text follow an image."""
+    tokens = {
+        "image_token_id": 2045,
+        "vision_start_token_id": 2046,
+        "vision_end_token_id": 2044,
+        "video_token_id": 2047,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(unseen.CONFIGURATIONS, config, unseen.CONFIGURATIONS[config] | tokens)
+        path = unseen.random_checkpoint(tmp_path / "model", config)
+    model: Any = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.bfloat16)
+    vision = model.config.vision_config
+    ids = torch.tensor([[5, 6, 2046, *[2045] * 6, 2044, *range(20, 40)]])
+    drawn = torch.Generator().manual_seed(0)
+    patch_values = 3 * vision.temporal_patch_size * vision.patch_size**2
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": (ids == 2045).int(),
+        "pixel_values": torch.randn(24, patch_values, generator=drawn).bfloat16(),
+        "image_grid_thw": torch.tensor([[1, 4, 6]]),
+    }
+    source = open_source(str(path))
+    windows = np.arange(96).reshape(2, 48)
+    corpus = Corpus(name="by hand", fingerprint="0", windows=2, seq_len=48, batch_size=1, images=2)
+    rows = RowInputs([ImageRow(where="row", messages=[], images=[], tokens=30)] * 2, cast("Any", HandMade(inputs)))
+    identity = ModelIdentity(name="model", architecture="any", fingerprint="0")
+    what = Measurement(windows, identity, corpus, images=rows)
+    measured = measure_in_memory(load_model(source, torch.bfloat16), what, SILENT)
+    names = sorted(measured.record.groups)
+    with inputs_watched(model, names) as amax, torch.inference_mode():
+        model(**inputs)
+        for window in torch.from_numpy(windows).split(1):
+            model(input_ids=window)
+    assert measured.record.tokens == 2 * 48 + 2 * 30
+    for name in names:
+        ours = measured.tensors[f"{name}.input"].amax_batches
+        of_row, *of_windows = amax[name]
+        np.testing.assert_allclose(ours, [*of_windows, of_row, of_row], rtol=BITS)
