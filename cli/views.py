@@ -28,7 +28,7 @@ from ..validate.bench.document import Bench, bench_table, capacity_table
 from ..validate.endpoint.document import ModelComparison, comparison_table
 from ..validate.needles.document import load_needles, needle_table
 from ..validate.pair.document import PairComparison
-from ..validate.report.accuracy_rows import accuracy_rows, adapter_rows
+from ..validate.report.accuracy_rows import accuracy_rows, adapter_rows, image_rows
 from ..validate.report.loss_buckets import distance_rows, distance_table, not_covered
 from ..validate.report.pair_page import SHOWN_IN_TERMINAL, module_error_table, side_table
 from ..validate.report.rows import engine_rows, module_rows, size_rows, stage_rows, wrote
@@ -178,7 +178,7 @@ def show_decision(speak: "Terminal", verdict: Verdict) -> None:
 
 #: The parts of the summary, and what reads each from a run.
 PARTS: dict[str, Callable[[Run], Sequence[Any]]] = {
-    "accuracy": lambda run: [*accuracy_rows(run), *adapter_rows(run)],
+    "accuracy": lambda run: [*accuracy_rows(run), *adapter_rows(run), *image_rows(run)],
     "engines": engine_rows,
     "sizes": size_rows,
     "stages": stage_rows,

@@ -50,6 +50,7 @@ class RunFiles:
     loaded_eval_texts = _Path(f"{LOADED}/eval_texts")
     calibration = _Path("calibration.npz")
     evaluation = _Path("evaluation.npz")
+    images = _Path("images.json")
     statistics = _Path("statistics.safetensors")
     statistics_json = _Path("statistics.json")
     moments = _Path("moments")

@@ -11,6 +11,7 @@ In the order of work:
     corpus           from texts to calibration windows and evaluation tokens
     measure          the float model on the windows, by one process or several ranks; on other text; the queries of
                      attention, for `export --attention fp8` and `--q-scale`
+    image_inputs     rows with images, read for a model, and its inputs of them
     costliest        the weights that stay in BF16 since they lose most in FP8, for `--bf16-weights`
     gradients        the weight of windows' first tokens in GPTQ's second moments, for `--weigh-first-token`, and the
                      gradients at outputs by which its codes are revised, for `--weigh-outputs`

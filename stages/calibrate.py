@@ -23,7 +23,8 @@ from .corpus import Collected, collect, write_corpus
 from .costliest import choose_costliest
 from .export import export_or_note
 from .gradients import run_gradients
-from .measure import check_batches, check_experts, measure, take_part
+from .image_inputs import with_image_rows
+from .measure import check_batches, check_experts, check_images, measure, take_part
 from .pipeline.stage import Notes
 from .pipeline.stages import MEASURE
 from .quantize import KnownCodes, quantize, rescaled, take_part_in_rounding
@@ -192,6 +193,9 @@ def _checked(run: Run, what: Calibration, notes: Notes, world: World) -> tuple[S
         notes.note(remark)
     if later:
         later.check_fit(source, collected)
+    if collected.image_chats:
+        check_images(source, options, world)
+    collected = with_image_rows(source, tokenizer, collected, options.samples, notes)
     sources.check_weights(run, source, notes)
     return source, gemms, collected
 

@@ -16,14 +16,15 @@ from ..calibrate.text.overlap import check_disjoint
 from ..calibrate.text.packing import Packing, prefix_of
 from ..core.arrays import check_array, check_range, read_arrays
 from ..core.errors import InputError
-from ..core.files import Strict, reading, replacing
+from ..core.files import Strict, reading, replacing, write_document
 from ..core.reporter import Reporter
 from ..core.run import Run
 from ..options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, Bos, CorpusOptions
 from ..quantize.reading.run_checkpoint import vocabulary_size
 from .pipeline.stage import Key, Notes
 from .pipeline.stages import CORPUS, LARGEST_ID, CorpusFacts, Overlap, Prefix
-from .shared.texts import Text, Tokens, check_apart, hold_out, read_tokens, share_out
+from .shared.image_rows import ImageChat, ImageRows, image_chats
+from .shared.texts import Text, Tokens, check_apart, hold_out, read_tokens, share_out, without_windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +50,8 @@ class Collected:
     on.
 
     `names`: of the calibration text and the evaluation text; `sources`: the texts that the windows were cut from;
-    `other_tokens`: the kinds of text that vLLM reads as other tokens.
+    `other_tokens`: the kinds of text that vLLM reads as other tokens; `image_chats`: the rows with images, and those of
+    the evaluation text, if there is one; `images`: those that are taken.
     """
 
     windows: Tokens
@@ -59,6 +61,9 @@ class Collected:
     options: CorpusOptions
     opening: Opening
     other_tokens: tuple[str, ...] = ()
+    image_chats: tuple[ImageChat, ...] = ()
+    other_image_chats: tuple[ImageChat, ...] | None = ()
+    images: ImageRows | None = None
 
 
 def collect(
@@ -75,19 +80,21 @@ def collect(
         "--seq-len", options.seq_len, DEFAULT_SEQ_LEN, source.max_positions, "the model's positions", report
     )
     limit = max(corpus.Reading.limit, BYTES_PER_TOKEN * seq_len * (options.samples or DEFAULT_SAMPLES))
-    reading = corpus.Reading(render=renderer(tokenizer, source.name) if options.chat_template else None, limit=limit)
+    render = renderer(tokenizer, source.name) if options.chat_template else None
+    reading = corpus.Reading(render=render, limit=limit, images=True)
     vocabulary = source.text_config.vocab_size
-    texts = [read_tokens(part.spec, tokenizer, vocabulary, reading, report) for part in parts]
-    names = " and ".join(text.name for text in texts)
-    if options.chat_template and not any(text.documents.chat for text in texts):
+    every = [read_tokens(part.spec, tokenizer, vocabulary, reading, report) for part in parts]
+    names = " and ".join(text.name for text in every)
+    if options.chat_template and not any(text.documents.chat for text in every):
         raise InputError(
             "--chat-template",
             f"{names} holds no chats, which are rows with `messages` (or `conversations`) of role and content",
             "leave it out",
         )
+    other = None if eval_data is None else read_tokens(eval_data, tokenizer, vocabulary, reading, report)
+    parts, texts = with_text(parts, every)
     packing = Packing(seq_len, prefix_for(tokenizer, texts, options, report))
     packing.check("--seq-len")
-    other = None if eval_data is None else read_tokens(eval_data, tokenizer, vocabulary, reading, report)
     overlap = shared(texts, other, options, report)
     calibration_tokens, evaluation = (
         ([text.ids for text in texts], other.ids) if other else hold_out(parts, texts, packing, report)
@@ -95,7 +102,34 @@ def collect(
     check_lengths(texts, calibration_tokens, (eval_data or names, evaluation), packing)
     windows, sources = share_out(parts, texts, calibration_tokens, packing, options, report)
     opening = Opening(bos=options.bos, prefix=list(packing.prefix), overlap=overlap)
-    return Collected(windows, evaluation, (names, eval_data or names), sources, options, opening)
+    return Collected(
+        windows,
+        evaluation,
+        (names, eval_data or names),
+        with_every(sources, every),
+        options,
+        opening,
+        image_chats=image_chats(every),
+        other_image_chats=None if other is None else image_chats([other]),
+    )
+
+
+def with_text(parts: list[mixture.WeightedText], texts: list[Text]) -> tuple[list[mixture.WeightedText], list[Text]]:
+    """Leave out the texts that have rows with images alone; raises InputError where no other is left."""
+    with_rows = [(part, text) for part, text in zip(parts, texts, strict=True) if not text.images_alone]
+    if not with_rows:
+        raise InputError(
+            texts[0].name,
+            "has rows with images alone, and windows of text are calibrated and evaluated on too",
+            "give a text beside it by another --data",
+        )
+    return [part for part, _ in with_rows], [text for _, text in with_rows]
+
+
+def with_every(sources: list[TextSource], texts: list[Text]) -> list[TextSource]:
+    """Add the records of those of `texts` that have rows with images alone."""
+    windowed = {source.name: source for source in sources}
+    return [windowed.get(text.name) or without_windows(text) for text in texts]
 
 
 def prefix_for(
@@ -159,6 +193,8 @@ def check_lengths(
 def write_corpus(run: Run, source: "Source", collected: Collected, notes: Notes) -> None:
     """The stage `corpus`: write `calibration.npz` and `evaluation.npz`."""
     inputs = {"tokens": sha256_of(collected.windows), "evaluation": sha256_of(collected.evaluation)}
+    if collected.images:
+        inputs["images"] = collected.images.digest
     data, eval_data = collected.names
     facts = CorpusFacts(
         data=data,
@@ -170,14 +206,16 @@ def write_corpus(run: Run, source: "Source", collected: Collected, notes: Notes)
         overlap=collected.opening.overlap,
         other_tokens=list(collected.other_tokens) or None,
     )
-    save_corpus(run, source, Key(inputs, collected.options, facts), (collected.windows, collected.evaluation), notes)
+    key = Key(inputs, collected.options, facts)
+    save_corpus(run, source, key, (collected.windows, collected.evaluation), notes, collected.images)
 
 
 def save_corpus(
-    run: Run, source: "Source", key: Key[CorpusOptions, CorpusFacts], tokens: tuple[Tokens, Tokens], notes: Notes
-) -> None:
-    """Write the `tokens` to calibrate and to evaluate on, unless they are current, and the identity of the `source`
-    model.
+    run: Run, source: "Source", key: Key[CorpusOptions, CorpusFacts], tokens: tuple[Tokens, Tokens], notes: Notes,
+    images: ImageRows | None = None,
+) -> None:  # fmt: skip
+    """Write the `tokens` to calibrate and to evaluate on, and the rows with `images`, unless they are current, and the
+    identity of the `source` model.
     """
     if CORPUS.is_current(run, key):
         return
@@ -192,6 +230,11 @@ def save_corpus(
         for path, ids in zip((run.calibration, run.evaluation), tokens, strict=True):
             save_tokens(path, ids)
             log.outputs.append(path)
+        if images:
+            write_document(run.images, images)
+            log.outputs.append(run.images)
+        else:
+            run.images.unlink(missing_ok=True)
 
 
 def opening_of(run: Run) -> Opening:

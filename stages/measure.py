@@ -7,6 +7,7 @@ The stage `queries` measures the queries of attention, which only attention in F
 when an export or the scales first need it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,17 +20,18 @@ from ..calibrate.measure.queries import query_statistics
 from ..calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_record, save_arrays, save_statistics
 from ..calibrate.measure.stream import measure_streamed
 from ..calibrate.model.memory import SHARE, available_bytes, weight_bytes
-from ..calibrate.model.source import Source, load_model
+from ..calibrate.model.source import Source, combined_digest, load_model
 from ..calibrate.model.tokenizer import load_tokenizer
 from ..calibrate.ranks.handed_moments import HandedMoments
 from ..calibrate.ranks.world import World
 from ..calibrate.text import corpus
 from ..calibrate.text.evaluation import sha256_of
+from ..calibrate.text.image_rows import ImageRow, digest
 from ..calibrate.text.packing import Packing
 from ..core.errors import InputError
 from ..core.files import Strict, disk_errors, sha256_file
 from ..core.output_folder import WorkFolder
-from ..core.reporter import Reporter
+from ..core.reporter import SILENT, Reporter
 from ..core.run import Run
 from ..core.undo import scratch
 from ..options import CalibrateOptions, MeasureOptions
@@ -37,10 +39,12 @@ from ..options.declare import Options
 from ..quantize.scales.clip import no_scale
 from ..quantize.scales.policy import ModelGemms
 from .corpus import load_tokens
+from .image_inputs import row_inputs
 from .other_text import read_other
 from .pipeline.stage import NO_FACTS, Key, Notes, arithmetic, device
 from .pipeline.stages import CORPUS, MEASURE, QUERIES, CorpusFacts, MeasureFacts
 from .shared.adapters import fingerprints
+from .shared.image_rows import load_image_rows
 from .shared.sources import source_of
 from .shared.texts import Tokens
 
@@ -99,6 +103,19 @@ def check_batches(options: CalibrateOptions, windows: int, world: World) -> None
         raise no_scale(options.clip, batches)
 
 
+def check_images(source: Source, options: CalibrateOptions, world: World) -> None:
+    """Raise InputError where rows with images cannot be measured: they run through the whole model, in one process."""
+    if world.size > 1 or options.batches:
+        how = f"{world.size} ranks" if world.size > 1 else "--batches"
+        raise InputError(how, "rows with images are measured by one process, in one run", "leave the rows out")
+    if streamed(source, options.stream, Notes(SILENT)):
+        raise InputError(
+            "--stream",
+            f"rows with images are measured with the whole of {source.name} in memory",
+            "leave the rows out, or calibrate where it fits",
+        )
+
+
 def check_experts(source: Source, gemms: ModelGemms, options: MeasureOptions) -> None:
     """Raise InputError for --all-experts of a model without experts."""
     if options.all_experts and not gemms.routers:
@@ -120,6 +137,9 @@ def measure(
     """
     world = world or World()
     inputs = {"model": source.fingerprint, "calibration.npz": sha256_file(run.require(run.calibration, "corpus"))}
+    images = load_image_rows(run)
+    if images:
+        inputs[run.images.name] = sha256_file(run.images)
     texts = run.facts(CORPUS)
     facts = MeasureFacts(moments=moments, prefix=texts.prefix, adapters=fingerprints(source))
     if source.adapters:
@@ -134,11 +154,12 @@ def measure(
         world.gathered({})  # the other ranks have nothing to do
         return
     windows = load_tokens(run, run.calibration, source.text_config.vocab_size)
+    rows = images.calibration if images else []
     in_turn = moments and world.size > 1
     stream = in_turn or streamed(source, options.stream, notes, world.process.local_ranks)
     inputs = {**key.inputs, "moments": str(moments), "all_experts": str(options.all_experts)}
     inputs |= {f"adapter {adapter.name}": adapter.fingerprint for adapter in source.adapters}
-    task = task_of(source, windows, texts, options, inputs)
+    task = task_of(source, windows, rows, texts, options, inputs)
     task = task.model_copy(update={"stream": stream, "moments": moments})
     if world.size > 1:
         notes.note(world.described())
@@ -151,6 +172,8 @@ def measure(
         ):
             announce(task, windows, world)
             share = measured_share(task, windows, world, gathered)
+            if rows:
+                share = replace(share, images=row_inputs(source, rows))
             statistics = world.added(run_model(source, share, notes, folder, stream))
         log.outputs += [*save_statistics(run, statistics), *sorted(run.moments.glob("*.npy"))]
 
@@ -181,12 +204,13 @@ def store_of(world: World, folder: Path) -> SecondMoments:
 def task_of(
     source: Source,
     windows: Tokens,
+    rows: Sequence[ImageRow],
     texts: CorpusFacts,
     options: MeasureOptions,
     key: dict[str, str],
 ) -> MeasureTask:
-    """The measurement of `windows` int64 [windows, seq_len], cut from `texts`, by `options`, in memory, without second
-    moments.
+    """The measurement of `windows` int64 [windows, seq_len], cut from `texts`, and of `rows` with images, by `options`,
+    in memory, without second moments.
     """
     identity = ModelIdentity(
         name=source.title,
@@ -195,14 +219,18 @@ def task_of(
         fingerprint=source.fingerprint,
         tokenizer=source.tokenizer_fingerprint,
     )
+    fingerprint = sha256_of(windows)
+    if rows:
+        fingerprint = combined_digest({"windows": fingerprint, "images": digest(rows)})
     corpus = Corpus(
         name=texts.data,
-        fingerprint=sha256_of(windows),
+        fingerprint=fingerprint,
         windows=len(windows),
         seq_len=windows.shape[1],
         batch_size=options.batch_size,
         sources=texts.sources,
         prefix=texts.prefix,
+        images=len(rows) or None,
     )
     return MeasureTask(
         model=identity,
@@ -326,7 +354,8 @@ def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
             "give more text",
         )
     windows = corpus.windows(ids, size, min(available, record.corpus.windows), prefix=packing.prefix)
-    new = {"name": text, "fingerprint": sha256_of(windows), "windows": len(windows), "sources": None, "texts": None}
+    new = {"name": text, "fingerprint": sha256_of(windows), "windows": len(windows)}
+    new |= dict.fromkeys(("sources", "texts", "images"))
     measured = record.corpus.model_copy(update=new)
     what = Measurement(windows, record.model, measured)
     with scratch() as folder:

@@ -36,6 +36,7 @@ from .pipeline.stages import CORPUS, MEASURE, CorpusFacts, MeasureFacts
 from .preflight import check_out, nothing_left
 from .quantize import quantize
 from .shared.adapters import adapters_of
+from .shared.image_rows import has_image_rows
 from .shared.sources import check_model, gemms_of, opened_as
 from .shared.texts import Tokens
 
@@ -149,6 +150,12 @@ def add(paths: Sequence[Path], out: Path) -> Merged:
                 run.root,
                 f"was measured with the adapter {names[0]} beside the model, and such runs are not added",
                 "calibrate with all of the text, and each --adapter, in one run",
+            )
+        if has_image_rows(run):
+            raise InputError(
+                run.root,
+                "was calibrated on rows with images, and such runs are not added",
+                "calibrate with all of the text in one run",
             )
     measured = {run: load_statistics(run) for run in runs}
     runs.sort(key=lambda run: (measured[run].record.corpus.fingerprint, min(measured[run].batches_measured, default=0)))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ..calibrate.text.evaluation import Evaluation, enough_tokens, prompt_of, sha256_of
 from ..core.errors import BackendError, InputError, UnfinishedError
-from ..core.files import write_document
+from ..core.files import sha256_file, write_document
 from ..core.reporter import SILENT
 from ..core.run import Run
 from ..core.run_writer import RunWriter
@@ -40,6 +40,7 @@ from .pipeline.stages import VALIDATE, ValidateFacts
 from .shared.added_runtimes import AddedRun, added_run, drop_outdated, run_added, with_host_runtimes
 from .shared.engines import engines_here
 from .shared.gates import check_comparable, check_gates
+from .shared.image_rows import load_image_rows
 from .shared.model_files import files_of, fp8_files, may_change_card
 from .shared.texts import check_there
 
@@ -83,6 +84,9 @@ def _run_all(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
     options = with_runtimes(run, options, notes)
     for precision in options.baselines:
         inputs |= files_of(run, precision)
+    rows = None if data is not None else load_image_rows(run)
+    if rows is not None:
+        inputs[run.images.name] = sha256_file(run.images)
     engines = engines_here(run, options)
     inputs |= {name: digest for engine in engines for name, digest in engine.file.items()}
     check_comparable(options.chosen, options)
@@ -90,6 +94,7 @@ def _run_all(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
     from .validate_runtimes import (  # loads torch: refuse before
         check_stream,
         evaluate_adapters,
+        evaluate_images,
         evaluate_runtimes,
         explain_loss,
     )
@@ -107,7 +112,9 @@ def _run_all(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
             outcome = evaluate_runtimes(run, tokens, options, folder, notes)
             adapted = evaluate_adapters(run, tokens, options, folder, notes)
             outcome.failed.update(adapted.failed)
-            explained = explain_loss(run, tokens, outcome).model_copy(update={"adapters": adapted.rows or None})
+            images = evaluate_images(run, rows, options, folder, notes)
+            parts = {"adapters": adapted.rows or None, "images": images}
+            explained = explain_loss(run, tokens, outcome).model_copy(update=parts)
             judged = decide(explained, outcome.nll, options, outcome.kl)
             explained = explained.model_copy(update={"verdict": judged})
             log.outputs += save_accuracy(run, explained, outcome.nll | adapted.nll, outcome.kl)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import numpy as np
 from ..calibrate.measure.chain import LayerChain
 from ..calibrate.model.decoder import NoChainError
 from ..calibrate.model.memory import weight_bytes
+from ..calibrate.model.processor import placeholder
 from ..calibrate.model.source import Source
 from ..calibrate.text.evaluation import Evaluation
 from ..core.columns import duration
 from ..core.errors import BackendError, InputError
+from ..core.reporter import SILENT
 from ..core.run import Run
 from ..options import WITHOUT_GRAPH, ValidateOptions
 from ..quantize.checkpoint.narrowing import rounded_remark
@@ -30,7 +33,7 @@ from ..validate.accuracy.compare import (
     compare_in_turn,
     windows_at_once,
 )
-from ..validate.accuracy.document import Accuracy
+from ..validate.accuracy.document import Accuracy, ImageAccuracy
 from ..validate.accuracy.nonfinite import blamed
 from ..validate.accuracy.runtimes import (
     AdapterOutcome,
@@ -41,15 +44,18 @@ from ..validate.accuracy.runtimes import (
     layer_chain,
     openers,
 )
+from ..validate.accuracy.seen_text import SeenText
 from ..validate.pair.streamed import PairStream, StreamedWindows, check_disk
 from ..validate.report.loss_buckets import by_frequency, by_position
 from .corpus import load_tokens
 from .cpu_time import STEP_TOKENS, token_seconds
+from .image_inputs import row_inputs
 from .measure import LayersNeed, streams_layers
 from .other_text import positions
 from .pipeline.stage import Notes, device
 from .shared.adapters import adapters_of
 from .shared.engines import note_without_engines, takes_adapter
+from .shared.image_rows import ImageRows
 from .shared.sources import source_of
 
 
@@ -182,6 +188,33 @@ def evaluate_adapters(
     chosen = {name: tuple(runtime for runtime in options.chosen if takes_adapter(run, runtime, name)) for name in names}
     workplace = Workplace(device(), folder, notes)
     return compare_adapted(run, tokens, chosen, lambda: source_of(run), workplace, opening(tokens, options, notes))
+
+
+def evaluate_images(
+    run: Run, rows: ImageRows | None, options: ValidateOptions, folder: Path, notes: Notes
+) -> ImageAccuracy | None:
+    """Run the held-out `rows` with images through the runtimes of torch; None where there are none, or where memory
+    does not hold the whole models that they need, with a note.
+
+    Raises InputError for an image that is gone or has changed, and BackendError for a runtime that fails.
+    """
+    names = [name for name in options.chosen if name in WITHOUT_GRAPH]
+    if rows is None or not rows.evaluation or not names:
+        return None
+    source = source_of(run)
+    if go_by_layer(names, lambda: source, replace(options, as_served=None, accumulator=None), Notes(SILENT)):
+        notes.note("rows with images are not validated: they run through whole models, which memory does not hold")
+        return None
+    seen = SeenText(
+        f"{len(rows.evaluation)} rows with images", row_inputs(source, rows.evaluation), placeholder(source)
+    )
+    tokens = seen.evaluation()
+    made = seen.openers(names, Loading(run, lambda: source, device()))
+    outcome = compare_in_turn(tokens, made, vocabulary_size(run), folder / "images", notes)
+    if outcome.failed:
+        raise BackendError("rows with images", "; ".join(outcome.failed.values()))
+    scored = tokens.protocol.tokens
+    return ImageAccuracy(rows=len(rows.evaluation), tokens=scored, runtimes=outcome.accuracy.runtimes)
 
 
 def explain_loss(run: Run, tokens: Evaluation, outcome: Outcome) -> Accuracy:

@@ -9,6 +9,7 @@ adds the same batches in the same order, so these are equal too.
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,11 +19,14 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
+from ...core.errors import InputError
 from ...core.files import reading, replacing
 from ...core.memory import release_memory
 from ...core.reporter import Reporter
+from ..input.untrusted import error_text, foreign
 from ..model.expert_modules import routed_gemms
 from ..model.gemms import observed_gemms, output_channel_axis
+from ..model.processor import Inputs, RowInputs
 from .moments import SecondMoments
 from .observe import Watch, probe_groups
 from .statistics import (
@@ -46,7 +50,8 @@ class Measurement:
     """A measurement of the model `identity` on `windows` int64 [windows, seq_len] of `corpus`, in batches of its size.
 
     `batches`: indices of the batches to run, in that order; None for all. `moments`: the store that second moments of
-    the inputs are added to; None for none. `all_experts`: run every expert on every token.
+    the inputs are added to; None for none. `all_experts`: run every expert on every token. `images`: the rows with
+    images of the corpus, each a batch of its own behind those of the windows.
     """
 
     windows: npt.NDArray[np.int64]
@@ -55,18 +60,47 @@ class Measurement:
     batches: Sequence[int] | None = None
     moments: SecondMoments | None = None
     all_experts: bool = False
+    images: RowInputs | None = None
 
     @cached_property
     def parts(self) -> dict[int, npt.NDArray[np.int64]]:
-        """Index of a batch -> its windows int64 [at most batch_size, seq_len], in the order in which they run."""
+        """Index of a batch of windows -> int64 [at most batch_size, seq_len], in the order in which they run."""
         size = self.corpus.batch_size
-        chosen = range(self.corpus.batches) if self.batches is None else self.batches
+        chosen = range(self._first_row) if self.batches is None else self.batches
         return {batch: self.windows[batch * size : (batch + 1) * size] for batch in chosen}
+
+    @property
+    def _first_row(self) -> int:
+        """The index of the first batch that is a row with images."""
+        return self.corpus.batches - len(self.images or ())
+
+    @cached_property
+    def sizes(self) -> dict[int, int]:
+        """Index of a batch -> the number of its tokens, in the order in which they run, rows with images last."""
+        rows = self.images.rows if self.images else ()
+        sizes = {batch: ids.size for batch, ids in self.parts.items()}
+        return sizes | {batch: row.tokens for batch, row in enumerate(rows, self._first_row)}
+
+    def inputs(self, batch: int) -> Inputs:
+        """Make the model's inputs of a batch; raises InputError for a row with images that is not as it was."""
+        if self.images and batch >= self._first_row:
+            return self.images[batch - self._first_row]
+        return {"input_ids": torch.from_numpy(self.parts[batch])}
+
+    def blamed(self, batch: int) -> AbstractContextManager[None]:
+        """Turn what the model raises in the block over a row with images into InputError."""
+        if self.images is None or batch < self._first_row:
+            return nullcontext()
+        where = self.images.rows[batch - self._first_row].where
+        return foreign(
+            lambda error: InputError(where, f"the model refuses it: {error_text(error)}", "leave the row out"),
+            torch.OutOfMemoryError,
+        )
 
     @property
     def tokens(self) -> int:
         """The number of tokens that run through the model."""
-        return sum(ids.size for ids in self.parts.values())
+        return sum(self.sizes.values())
 
     def statistics(
         self,
@@ -133,7 +167,7 @@ class SavedBatches:
 def measure_in_memory(
     model: PreTrainedModel, what: Measurement, report: Reporter, folder: Path | None = None
 ) -> Statistics:
-    """Run `model` on the windows of `what` and observe each tensor that can be quantized, without the output head.
+    """Run `model` on the batches of `what` and observe each tensor that can be quantized, without the output head.
 
     `folder`, which exists, keeps the progress: a call with the same arguments goes on from what a killed one saved.
     """
@@ -143,14 +177,15 @@ def measure_in_memory(
     saved = None if folder is None else SavedBatches(folder, what.moments)
     done, before = saved.load(what.corpus.batches) if saved else (0, {})
     if done:
-        report.note(f"going on behind batch {done} of {len(what.parts)}, where an earlier call stopped")
-    remaining = [*what.parts.items()][done:]
-    with report.track("Calibrating", sum(ids.size for _, ids in remaining), "tokens") as advance:
-        for number, (batch, ids) in enumerate(remaining, done + 1):
-            watch.forward(torch.from_numpy(ids), batch)
+        report.note(f"going on behind batch {done} of {len(what.sizes)}, where an earlier call stopped")
+    remaining = [*what.sizes.items()][done:]
+    with report.track("Calibrating", sum(size for _, size in remaining), "tokens") as advance:
+        for number, (batch, size) in enumerate(remaining, done + 1):
+            with what.blamed(batch):
+                watch.run(what.inputs(batch), batch)
             release_memory()  # what a batch stores between its large tensors keeps their memory from being used again
-            advance(ids.size)
-            if saved and number < len(what.parts) and saved.is_due():
+            advance(size)
+            if saved and number < len(what.sizes) and saved.is_due():
                 saved.save(number, added_tensors(before, watch.statistics()))
     weights = {name: weight_amax(module) for name, module in modules.items()}
     return what.statistics(groups, added_tensors(before, watch.statistics()), weights, routed_gemms(model))

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from ..model.caches import new_cache
 from ..model.expert_modules import TokensShown, experts_of, full_input_module, routed_gemms, show_tokens
 from ..model.gemms import attention_modules
+from ..model.processor import Inputs, on_device
 from .counting import count_patterns, largest_finite
 from .held_out import input_name, is_held_out
 from .histogram import INFINITY, PATTERNS, Histogram, magnitudes
@@ -173,8 +174,14 @@ class Watch:
 
     def forward(self, input_ids: torch.Tensor, batch: int) -> None:
         """Run the decoder (not the output head) on `input_ids` int64 [windows, seq_len], batch number `batch`."""
+        self.run({"input_ids": input_ids}, batch)
+
+    def run(self, inputs: Inputs, batch: int) -> None:
+        """Run the model without its output head on the `inputs` of batch number `batch`: `input_ids` int64 [windows,
+        seq_len], and what else a processor made of images.
+        """
         with self.observing(batch) as cache, torch.inference_mode():
-            self.model.base_model(input_ids=input_ids.to(self.model.device), past_key_values=cache, use_cache=True)
+            self.model.base_model(**on_device(inputs, self.model), past_key_values=cache, use_cache=True)
 
     @contextmanager
     def observing(self, batch: int) -> Iterator[DynamicCache]:

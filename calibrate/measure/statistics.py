@@ -56,6 +56,7 @@ class TextSource(Strict):
     tokens: int = Field(description="tokens of it that there were to calibrate on")
     fingerprint: str = Field(description="SHA-256 over its documents, as they were read (chats: as they were rendered)")
     chat: bool = Field(description="whether these are chats, rendered by the tokenizer's template")
+    images: int | None = Field(default=None, description="rows with images that were measured, each by itself")
 
 
 class Corpus(Strict):
@@ -77,6 +78,9 @@ class Corpus(Strict):
     texts: "list[Corpus] | None" = Field(
         default=None, description="the several texts, in the order of their fingerprints; each begins a batch"
     )
+    images: int | None = Field(
+        default=None, description="rows with images, each a batch of its own behind those of the windows"
+    )
 
     @property
     def parts(self) -> "list[Corpus]":
@@ -85,8 +89,8 @@ class Corpus(Strict):
 
     @property
     def batches(self) -> int:
-        """The number of batches that the windows make."""
-        return sum(-(-text.windows // text.batch_size) for text in self.parts)
+        """The number of batches that the windows and the rows with images make."""
+        return sum(-(-text.windows // text.batch_size) + (text.images or 0) for text in self.parts)
 
     def numbered(self) -> "list[tuple[Corpus, int]]":
         """All batches in order, each as its text and its index in that text."""

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
-from .classes import new_model
+from .classes import new_model, non_text_modules
 from .expert_modules import unfold
 from .latent_attention import cache_heads
 
@@ -60,6 +60,10 @@ def compute_buffers(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and any(map(computed_buffers, module.modules())):
             model._init_weights(module)  # Falcon H1's whole model makes the multipliers of its layers
+    towers = [tower for tower in non_text_modules(model).values() if isinstance(tower, PreTrainedModel)]
+    for tower in towers:  # a class knows the buffers of its own modules, not those of a tower inside it
+        for module in filter(computed_buffers, tower.modules()):
+            tower._init_weights(module)
 
 
 def check_buffers(model: PreTrainedModel, values: int) -> str | None:

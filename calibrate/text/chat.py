@@ -13,13 +13,14 @@ constant one, so that the same chats give the same tokens tomorrow.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
 from ...core.errors import InputError
 from ..input.untrusted import error_text
+from .image_rows import is_image
 from .rows import Render, fault
 from .template import Template, TemplateError
 from .template_files import without_default
@@ -38,6 +39,8 @@ CALL_KEYS = ("id", "type", "function")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 Message = dict[str, Any]
+#: Brings the content of a message, whose place is the first argument, to the form that templates read.
+ContentReader = Callable[[str, object], Any]
 
 
 def renderer(tokenizer: "PreTrainedTokenizerBase", name: str) -> Render:
@@ -45,6 +48,16 @@ def renderer(tokenizer: "PreTrainedTokenizerBase", name: str) -> Render:
 
     Raises InputError when the tokenizer has no template; the function raises it for malformed messages, and where the
     template refuses them.
+    """
+    render = message_renderer(tokenizer, name)
+    return lambda where, value: render(where, messages(where, value))
+
+
+def message_renderer(
+    tokenizer: "PreTrainedTokenizerBase", name: str
+) -> Callable[[str, list[Message]], str]:  # fmt: skip
+    """A function of a row's place and its messages, as `messages` reads them, that renders them; raises as `renderer`
+    does.
     """
     try:
         source = tokenizer.get_chat_template()
@@ -57,8 +70,7 @@ def renderer(tokenizer: "PreTrainedTokenizerBase", name: str) -> Render:
         ) from None
     template = Template(source, {key: str(token) for key, token in tokenizer.special_tokens_map.items()})
 
-    def render(where: str, value: object) -> str:
-        chat = messages(where, value)
+    def render(where: str, chat: list[Message]) -> str:
         _check_characters(where, chat)
         try:
             return template.render(chat)
@@ -70,17 +82,29 @@ def renderer(tokenizer: "PreTrainedTokenizerBase", name: str) -> Render:
     return render
 
 
-def messages(where: str, value: object) -> list[Message]:
+def messages(where: str, value: object, content: ContentReader | None = None) -> list[Message]:
     """The messages of one chat, in the form that templates read: `role`, `content` and further keys.
 
-    ShareGPT's `from` and `value` are renamed. Raises InputError naming the chat by `where`, the message and the fault.
+    `content`: reads that of a message; None: text alone. ShareGPT's `from` and `value` are renamed. Raises InputError
+    naming the chat by `where`, the message and the fault.
     """
     if not isinstance(value, list) or not value:
         raise InputError("", f"{where} holds no chat but {_shown(value)}", f"it must hold {FORM}")
-    return [_message(f"{where}, message {number}", message) for number, message in enumerate(value, 1)]
+    return [
+        _message(f"{where}, message {number}", message, content or _text) for number, message in enumerate(value, 1)
+    ]
 
 
-def _message(where: str, value: object) -> Message:
+def content_parts(where: str, content: object) -> list[Message]:
+    """The content of a message as parts, images among them, which is how the templates of processors read it.
+
+    Text stays in the order in which it stands to images. Raises InputError for a part that is neither.
+    """
+    parts = content if isinstance(content, list) else [content]
+    return [{"type": "image"} if is_image(part) else {"type": "text", "text": _text(where, [part])} for part in parts]
+
+
+def _message(where: str, value: object, read: ContentReader) -> Message:
     if not isinstance(value, dict):
         raise InputError(where, f"is no message but {_shown(value)}", f"a chat is {FORM}")
     message = _with_role(where, _without_nulls(value))  # tables fill in what a row lacks
@@ -88,7 +112,7 @@ def _message(where: str, value: object) -> Message:
     calls = [_call(where, call) for call in _listed_calls(where, message.pop("tool_calls", []))]
     content = message.pop("content", None)
     if content is not None or not calls:
-        message["content"] = _text(where, content)
+        message["content"] = read(where, content)
     if calls:
         message["tool_calls"] = calls
     reasoning = next((message[name] for name in REASONING if name in message), None)

@@ -18,7 +18,7 @@ import json
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -183,7 +183,7 @@ def load_documents(spec: str, reading: Reading = Reading(), report: Reporter = S
     if loaded.ids is not None:
         if not any(loaded.ids):
             raise InputError(spec, f"holds no tokens under `{IDS}`", f"give {FORMS}")
-    elif not any(text.strip() for text in loaded.texts):
+    elif not loaded.with_images and not any(text.strip() for text in loaded.texts):
         raise InputError(spec, f"holds no text{' but white space' if any(loaded.texts) else ''}", f"give {FORMS}")
     return loaded
 
@@ -375,9 +375,7 @@ def read_hub(spec: str, reading: Reading, report: Reporter) -> Documents:
     from huggingface_hub import HfApi
 
     name, config, split = [*spec.split(":"), "", ""][:3]
-    reading = Reading(
-        reading.column, reading.split or split or None, reading.render, reading.chats_first, reading.limit
-    )
+    reading = replace(reading, split=reading.split or split or None)
     offline = "connect, or save its text to a .txt or .jsonl file elsewhere and give that"
     with quiet_hub(), quiet_datasets(), hub_errors("data set", name, None, offline):
         HfApi().dataset_info(name)  # fails at once without a network, where datasets would retry for half a minute

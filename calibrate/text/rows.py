@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeGuard
 from ...core.errors import InputError
 from ...core.reporter import SILENT, Reporter
 from .formats import FORMATS
+from .image_rows import image_parts
 
 #: The most that is read of a text, in bytes or characters: some 8 million tokens, eight times the default calibration.
 READ_AT_MOST = 32_000_000
@@ -39,7 +40,8 @@ class Reading:
 
     `column` None is `text`, or else the only column of strings; `split` None is `train`, or else the only one. `render`
     None: chats are refused; otherwise they are rendered, and with `chats_first` preferred to a column `text`. `limit`:
-    a longer text is read in parts, in bytes or characters.
+    a longer text is read in parts, in bytes or characters. `images`: chats with images are rows of their own, which the
+    caller reads; otherwise `render` refuses them.
     """
 
     column: str | None = None
@@ -47,6 +49,7 @@ class Reading:
     render: Render | None = None
     chats_first: bool = True
     limit: int = READ_AT_MOST
+    images: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,14 @@ class Documents:
     """The documents of a text, in order.
 
     `chat`: they are rendered chats, which contain their special tokens. `ids`: their tokens, where the text was
-    tokenized before, without padding; there are no `texts` then until a tokenizer makes them.
+    tokenized before, without padding; there are no `texts` then until a tokenizer makes them. `with_images`: the chats
+    with images, which are not among `texts`, each with its row.
     """
 
     texts: list[str]
     chat: bool = False
     ids: list[list[int]] | None = None
+    with_images: tuple[tuple[str, object], ...] = ()
 
 
 #: Reads a file of text that is called so in errors; raises InputError.
@@ -165,6 +170,7 @@ def documents(
     """
     texts: list[str] = []
     ids: list[list[int]] = []
+    with_images: list[tuple[str, object]] = []
     characters = 0
     missing = 0
     for where, row in rows:
@@ -172,7 +178,10 @@ def documents(
         if value is None:
             missing += 1
             continue
-        if column.kind == "ids":
+        if reading.images and column.kind == "chats" and any(True for _ in image_parts(value)):
+            with_images.append((where, value))
+            characters += len(str(value))
+        elif column.kind == "ids":
             ids.append(_unpadded(spec, where, value, None if column.mask is None else row.get(column.mask)))
             characters += CHARACTERS_PER_ID * len(ids[-1])
         else:
@@ -182,11 +191,11 @@ def documents(
             report.note(f"{spec}: only its first {limit:,} characters are read")
             break
     if missing:
-        rows_read = missing + len(texts) + len(ids)
+        rows_read = missing + len(texts) + len(ids) + len(with_images)
         report.note(f"{spec}: {missing:,} of {rows_read:,} rows have no `{column.name}` and are left out")
     if column.kind == "ids":
         return Documents([], ids=ids)
-    return Documents(texts, column.kind == "chats")
+    return Documents(texts, column.kind == "chats", with_images=tuple(with_images))
 
 
 def _document(spec: str, where: str, column: DocumentColumn, value: object, reading: Reading) -> str:

@@ -144,12 +144,12 @@ class Codec:
     `form`: its name, the `quant_method` of config.json. `weight_scales`, `input_scales`: the names that a scale may
     have beside its weight, of which the form's own loader reads the first; a form without static inputs has no names of
     theirs. A value is code × scale in every form, so a codec cannot store reciprocals. `matcher`: reads an entry of a
-    file's lists of modules; raises InputError for an expression that does not compile, or may take forever to match. `remarks`: the
-    fields of a configuration that are not read. `declared`: reads the quantization configuration of a file. `written`:
-    makes the configuration of modules in one scheme, of which those named are left out; None where the form is not
-    written. `of_run`: makes that of a run, of the modules that are left out, the part of the cache with one scale, each
-    module's scheme, and whether there are experts; None where runs are not written in the form. `beside`: makes the
-    files that say the same beside config.json, by their names.
+    file's lists of modules; raises InputError for an expression that does not compile, or may take forever to match.
+    `remarks`: the fields of a configuration that are not read. `declared`: reads the quantization configuration of a
+    file. `written`: makes the configuration of modules in one scheme, of which those named are left out; None where the
+    form is not written. `of_run`: makes that of a run, of the modules that are left out, the part of the cache with one
+    scale, each module's scheme, and whether there are experts; None where runs are not written in the form. `beside`:
+    makes the files that say the same beside config.json, by their names.
 
     How scales are written: `end`: the last sides of their shapes, () for one number or [channels], (1,) for [1] or
     [channels, 1]. `cache_scale`: the name of that of a `part` of an `attention`'s cache. `below`: the entry of a list

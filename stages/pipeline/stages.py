@@ -199,8 +199,8 @@ CORPUS = stage(
     "corpus",
     CorpusOptions,
     CorpusFacts,
-    inputs=("tokens", "evaluation"),
-    outputs=("calibration.npz", "evaluation.npz"),
+    inputs=("tokens", "evaluation", "images"),
+    outputs=("calibration.npz", "evaluation.npz", "images.json"),
     older={"bos": "never", "tokenizer": "auto"},
 )
 #: Runs the float model on the windows.
@@ -208,7 +208,7 @@ MEASURE = stage(
     "measure",
     MeasureOptions,
     MeasureFacts,
-    inputs=("model", "calibration.npz", "statistics [0-9]*"),
+    inputs=("model", "calibration.npz", "images.json", "statistics [0-9]*"),
     outputs=STATISTICS,
 )
 #: Measures the queries of attention, for their FP8 scales.
@@ -317,7 +317,7 @@ VALIDATE = stage(
     "validate",
     ValidateOptions,
     ValidateFacts,
-    inputs=(*FP8_FILES, "baselines/*", "engines/*", "tokens"),
+    inputs=(*FP8_FILES, "baselines/*", "engines/*", "tokens", "images.json"),
     outputs=("accuracy.json", "tokens.npz", "top_logits.npz"),
 )
 #: Asks BF16 and FP8 for sentences that are hidden in long prompts.

@@ -36,6 +36,11 @@ class Text:
     ids: Tokens
 
     @property
+    def images_alone(self) -> bool:
+        """Tell whether all rows of the text have images, so that it is none to cut windows from."""
+        return bool(self.documents.with_images) and not len(self.ids)
+
+    @property
     def with_special_tokens(self) -> str | None:
         """The part of the text that has its special tokens already; None where the tokenizer adds them."""
         if self.documents.chat:
@@ -190,6 +195,11 @@ def _shares(
         counted = (f"{count:,} of {text.name}" for text, count in zip(texts, counts, strict=True))
         report.note(f"--data: {samples:,} windows, {', '.join(counted)}")
     return counts
+
+
+def without_windows(text: Text) -> TextSource:
+    """Make the record of a text that has rows with images alone."""
+    return _source(WeightedText(text.name), text, text.ids, 0)
 
 
 def _source(part: WeightedText, text: Text, calibration: Tokens, windows: int) -> TextSource:

@@ -72,6 +72,7 @@ REVIEWED: Mapping[str, Mapping[str, Kind]] = {
         "2 GiB of memory": "limit",
         "20 s plus 20 ms for each": "limit",
         "may take 10 s together": "limit",
+        "at most 64 MiB and 89,478,485": "limit",
     },
     "docs/numbers.md": {
         "448 and 896 times 2⁻⁶": "arithmetic",

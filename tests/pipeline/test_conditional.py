@@ -2,6 +2,7 @@
 take text alone.
 """
 
+import copy
 import importlib
 import json
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForMultimodalLM, Qwen2Config, Qwen2ForCausalLM
@@ -21,6 +23,7 @@ from fp8q import api
 from fp8q.calibrate.measure.measurement import Measurement, measure_in_memory
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity
 from fp8q.calibrate.measure.stream import measure_streamed
+from fp8q.calibrate.model.skeleton import skeleton
 from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
@@ -196,3 +199,15 @@ def test_of_text_alone_positions_of_three_sections_are_those_of_one(unseen: Modu
     ids = torch.arange(2, 42)[None]
     with torch.inference_mode():
         assert torch.equal(seeing(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize(
+    "config", ["Gemma3Config", "Idefics3Config", "InternVLConfig", "LlavaConfig", "Mistral3Config", "Qwen2VLConfig"]
+)
+def test_the_buffers_of_a_tower_are_those_of_its_class(config: str, unseen: ModuleType) -> None:
+    """The reference is built without transformers' loading, which computes them."""
+    fields = getattr(transformers, config)(**unseen.CONFIGURATIONS[config])
+    expected = AutoModelForMultimodalLM.from_config(copy.deepcopy(fields), dtype=torch.bfloat16)
+    ours = dict(skeleton(fields, torch.bfloat16).named_buffers())
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(ours[name].float(), buffer.float()), name

@@ -145,6 +145,14 @@ class RuntimeAccuracy(Strict):
         return self.tokens is not None
 
 
+class ImageAccuracy(Strict):
+    """The runtimes of torch on held-out rows with images, which the whole model read."""
+
+    rows: int
+    tokens: int = Field(description="scored: those of text behind the first image of a row")
+    runtimes: dict[str, RuntimeAccuracy]
+
+
 Kind = Literal["acceptable", "worse", "different", "unknown", "broken"]
 #: The colour of each verdict, of the palette of the plots.
 TONES: dict[Kind, str] = {
@@ -199,6 +207,7 @@ class Accuracy(Strict):
     adapters: dict[str, dict[str, RuntimeAccuracy]] | None = Field(
         default=None, description="by adapter: the runtimes with it beside the model, against BF16 with it"
     )
+    images: ImageAccuracy | None = Field(default=None, description="of held-out rows with images; no part of verdicts")
 
     @property
     def in_part(self) -> set[str]:

@@ -142,13 +142,17 @@ def records(amax_batches: npt.NDArray[np.float32]) -> tuple[int, float]:
 
 def batch_texts(corpus: Corpus) -> list[tuple[str, int, tuple[int, int]]]:
     """Of each batch of the corpus: its text, its index there, and its first and last window there. A text that is a
-    mixture says which of its sources the windows are of.
+    mixture says which of its sources the windows are of. A row with images is a batch of one.
     """
     texts = []
     for text, batch in corpus.numbered():
         first = batch * text.batch_size
         last = min(first + text.batch_size, text.windows) - 1
-        texts.append((_named(text, first, last), batch, (first, last)))
+        row = batch - (text.batches - (text.images or 0))
+        if row >= 0:
+            texts.append((f"images of {text.name}", batch, (row, row)))
+        else:
+            texts.append((_named(text, first, last), batch, (first, last)))
     return texts
 
 

@@ -74,6 +74,18 @@ def adapter_rows(run: Run) -> list[AccuracyRow]:
     ]
 
 
+def image_rows(run: Run) -> list[AccuracyRow]:
+    """Return the accuracy on held-out rows with images, without an interval."""
+    if not wrote(run, run.accuracy, "validate"):
+        return []
+    images = load_accuracy(run).images
+    return [
+        AccuracyRow(f"{name} on images", **runtime.model_dump(include=NUMBERS) | {"tokens": images.tokens})
+        for name, runtime in (images.runtimes if images else {}).items()
+        if images
+    ]
+
+
 def stored_numbers(runtime: RuntimeAccuracy) -> dict[str, Any]:
     """Return the fields of a runtime that was compared with stored results, of BF16 or else of the first stored
     runtime; empty for a runtime that ran on the same host as the others.

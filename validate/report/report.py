@@ -267,7 +267,8 @@ def calibrated_on(corpus: "Corpus", certificate: Certificate) -> str:
     """State the calibration text, and whether it was enough."""
     enough = {"good": "enough", "watch": "more text would help", "bad": "too little"}
     sufficiency = enough.get(certificate.verdict, "whether that is enough cannot be told")
-    return f"{corpus.windows * corpus.seq_len:,} tokens of {corpus.name}: {sufficiency}"
+    images = f" and {corpus.images:,} rows with images" if corpus.images else ""
+    return f"{corpus.windows * corpus.seq_len:,} tokens{images} of {corpus.name}: {sufficiency}"
 
 
 def summary_sentences(

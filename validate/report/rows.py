@@ -317,7 +317,8 @@ def fact_rows(run: Run) -> list[FactRow]:
         "calibration text": corpus.name
         if len(texts) < 2
         else ", ".join(f"{text.name} ({text.windows:,} of {corpus.windows:,} windows)" for text in texts),
-        "its tokens": f"{measured.tokens:,} in windows of {corpus.seq_len:,}, batches of {corpus.batch_size}",
+        "its tokens": f"{measured.tokens:,} in windows of {corpus.seq_len:,}, batches of {corpus.batch_size}"
+        + (f", and {corpus.images:,} rows with images" if corpus.images else ""),
         "its SHA-256": corpus.fingerprint,
         "weights": f"{scales.format.upper()}, {weight_unit(scales)}, {_chosen(weights)}",
         "activations": f"{scales.format.upper()}, a static scale per tensor, {_chosen(clips)}" if clips else "BF16",

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from fp8q.calibrate.measure import measurement
 from fp8q.calibrate.measure.measurement import SavedBatches
 from fp8q.calibrate.measure.observe import Watch
 from fp8q.calibrate.measure.statistics import save_arrays
+from fp8q.calibrate.model.processor import Inputs
 from fp8q.calibrate.model.source import open_source
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
@@ -54,18 +54,18 @@ def measured(root: Path, checkpoint: Path, report: Any) -> dict[str, bytes]:
 @pytest.fixture
 def stopping(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], list[int]]:
     """`stopping(3)`: batch 3 ends the process half-way; None: none does. Returns the batches that run from then on."""
-    forward = Watch.forward
+    run = Watch.run
 
     def stop(at: int | None) -> list[int]:
         ran = list[int]()
 
-        def forwarded(self: Watch, input_ids: torch.Tensor, batch: int) -> None:
+        def counted(self: Watch, inputs: Inputs, batch: int) -> None:
             ran.append(batch)
-            forward(self, input_ids, batch)
+            run(self, inputs, batch)
             if batch == at:
                 raise Killed
 
-        monkeypatch.setattr(Watch, "forward", forwarded)
+        monkeypatch.setattr(Watch, "run", counted)
         return ran
 
     return stop
