@@ -9,15 +9,17 @@ describe.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
 
 from ...calibrate.checkpoint.mtp_layers import mtp_prefixes, vllm_name
+from ...calibrate.checkpoint.weights import TensorPart
 from ...calibrate.model.classes import needed_attention, non_text_modules
 from ...calibrate.model.expert_modules import experts_of
+from ...calibrate.model.expert_names import Conversions
 from ...calibrate.model.gemms import attention_modules, output_channel_axis
 from ...calibrate.model.source import Source, meta_model
 from ...options import BF16
@@ -54,6 +56,12 @@ CACHES = frozenset({"past_key_value", "past_key_values"})
 #: The option of `vllm serve` for the layers whose cache stays in the compute type, by index (0.32).
 SKIP_LAYERS = "--kv-cache-dtype-skip-layers"
 
+#: Why only fp8q runs experts that other loaders know in stacks alone, and what helps.
+UNREAD_EXPERTS = (
+    "no other loader reads the experts of {architecture} in FP8: transformers and servers hold all of a layer in one "
+    "tensor, and read no codes of single ones"
+)
+STACKED_EXPERTS = "with `--skip '*.experts.*'` they stay in BF16 in the source's tensors, which these read"
 #: What vLLM makes of experts whose inputs stay in BF16.
 NO_EXPERT_WEIGHTS_ALONE = "vLLM has no GEMM for experts with FP8 weights alone"
 
@@ -73,7 +81,9 @@ class HfLayout:
     - `positions`: the number of positions that a graph serves, where that is fewer than the model's.
     - `stored`: module -> its name in the files, for modules in a block of experts; vLLM reads those names.
     - `experts`: the GEMMs of experts.
-    - `layers`: the modules that each hold the experts of one layer.
+    - `layers`: the modules that each hold the experts of one layer; `unread`: those of them whose experts no loader
+      reads one by one.
+    - `parts`: tensor -> the part of a stored tensor that it is, where some of these are cut up.
     - `ties`: what is changed of tied tensors.
     - `mtp`: how the names of the tensors of multi-token prediction begin; they are not quantized. `vllm_mtp`: how they
       begin in vLLM, where that differs. `mtp_from_codes`: whether the source has codes of them.
@@ -89,6 +99,8 @@ class HfLayout:
     stored: Mapping[str, str] = field(default_factory=dict)
     experts: frozenset[str] = frozenset()
     layers: tuple[str, ...] = ()
+    unread: frozenset[str] = frozenset()
+    parts: Mapping[str, TensorPart] = field(default_factory=dict)
     bf16_cache: Mapping[int, str] = field(default_factory=dict)
     mtp: tuple[str, ...] = ()
     vllm_mtp: tuple[str, ...] = ()
@@ -184,6 +196,8 @@ class HfLayout:
                 f"--layout {self.codec.form}: NVIDIA's runtimes and vLLM read model/; transformers takes its codes for "
                 "values without scales, so load it by `fp8q.api.load`"
             )
+        if self.experts and self.unread:
+            return f"{UNREAD_EXPERTS.format(architecture=architecture)}: fp8q runs `model/`; {STACKED_EXPERTS}"
         if self.experts:
             vllm = ", and vLLM documents this layout, with a scale for each token of what experts read"
             if not self.experts.isdisjoint(scales.in_form(BF16)):
@@ -235,6 +249,8 @@ def hf_layout_of(
     coded = {name.rpartition(".")[0] for name in scales.kv_cache}
     fewer = no_graph is None and source.served_positions != source.max_positions
     layers = experts_of(model)
+    unread = Conversions(model).unread(source.stored)
+    experts = frozenset(name for name in modules if name.startswith(tuple(f"{layer}." for layer in layers)))
     blocks = tuple(f"{layer.rpartition('.')[0]}." for layer in layers)
     stored = {
         name: source.stored(f"{name}.weight").removesuffix(".weight")
@@ -250,8 +266,10 @@ def hf_layout_of(
         non_text=non_text_modules(model),
         positions=source.served_positions if fewer else None,
         stored=stored,
-        experts=frozenset(name for name in modules if name.startswith(tuple(f"{layer}." for layer in layers))),
+        experts=experts,
         layers=tuple(layers),
+        unread=unread,
+        parts=_parts(source, {layer for layer in unread if not any(name.startswith(f"{layer}.") for name in experts)}),
         mtp=source.mtp,
         vllm_mtp=_vllm_mtp(source),
         mtp_from_codes=any(weights.coded(name) for name in weights.names() if name.startswith(source.mtp)),
@@ -261,6 +279,19 @@ def hf_layout_of(
             index: attentions[index] for index in sorted(attentions) if coded and attentions[index] not in coded
         },
     )
+
+
+def _parts(source: Source, stacked: Collection[str]) -> dict[str, TensorPart]:
+    """The parts that stored tensors of `source` are cut into, but for the experts `stacked`, which stay whole."""
+    starts = tuple(f"{layer}." for layer in stacked)
+    model_names = {under: name for name, under in source.renamed.items()}
+    parts: dict[str, TensorPart] = {}
+    for name, part in source.parts.items():
+        if part.index is not None and model_names.get(name, name).startswith(starts):
+            parts[part.tensor] = TensorPart(part.tensor)
+        else:
+            parts[name] = part
+    return parts
 
 
 def _vllm_mtp(source: Source) -> tuple[str, ...]:
