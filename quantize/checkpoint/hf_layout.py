@@ -17,7 +17,7 @@ from torch import nn
 
 from ...calibrate.checkpoint.mtp_layers import mtp_prefixes, vllm_name
 from ...calibrate.checkpoint.weights import TensorPart
-from ...calibrate.model.classes import needed_attention, non_text_modules
+from ...calibrate.model.classes import auto_class, needed_attention, non_text_modules
 from ...calibrate.model.expert_modules import experts_of
 from ...calibrate.model.expert_names import Conversions
 from ...calibrate.model.gemms import attention_modules, output_channel_axis
@@ -56,12 +56,12 @@ CACHES = frozenset({"past_key_value", "past_key_values"})
 #: The option of `vllm serve` for the layers whose cache stays in the compute type, by index (0.32).
 SKIP_LAYERS = "--kv-cache-dtype-skip-layers"
 
-#: Why only fp8q runs experts that other loaders know in stacks alone, and what helps.
+#: Why only fp8q is known to run experts that transformers loads from stacks alone, and what helps.
 UNREAD_EXPERTS = (
-    "no other loader reads the experts of {architecture} in FP8: transformers and servers hold all of a layer in one "
-    "tensor, and read no codes of single ones"
+    "transformers reads the experts of {architecture} from tensors that hold all of a layer, and no codes of single "
+    "ones, and no server is known to read them"
 )
-STACKED_EXPERTS = "with `--skip '*.experts.*'` they stay in BF16 in the source's tensors, which these read"
+STACKED_EXPERTS = "with `--skip '*.experts.*'` they stay in BF16 in the source's tensors, which loaders read"
 #: What vLLM makes of experts whose inputs stay in BF16.
 NO_EXPERT_WEIGHTS_ALONE = "vLLM has no GEMM for experts with FP8 weights alone"
 
@@ -76,6 +76,7 @@ class HfLayout:
     - `cache`: whether the checkpoint has scales of a cache that they read.
     - `bf16_cache`: layer index -> attention module, of the layers that stay in BF16 where the cache is in FP8.
     - `no_graph`: why no ONNX graph can be made of the model.
+    - `auto`: the auto class of transformers that loads them.
     - `attention`: the implementation that transformers must be told to use, where its default computes another result.
     - `non_text`: the modules that text does not reach, which are not quantized.
     - `positions`: the number of positions that a graph serves, where that is fewer than the model's.
@@ -93,6 +94,7 @@ class HfLayout:
     loadable: bool
     cache: bool
     no_graph: str | None = None
+    auto: str = "AutoModelForCausalLM"
     attention: str | None = None
     non_text: Mapping[str, nn.Module] = field(default_factory=dict)
     positions: int | None = None
@@ -262,6 +264,7 @@ def hf_layout_of(
         loadable,
         cache=loadable and known and scales.cache_parts == "kv",
         no_graph=no_graph,
+        auto=auto_class(source.config).__name__,
         attention=needed_attention(source.config),
         non_text=non_text_modules(model),
         positions=source.served_positions if fewer else None,

@@ -211,7 +211,7 @@ STATIC_EXPERTS = """. The static
 scales that fp8q runs them with are in `{file}`"""
 #: Used in place of `LOADABLE` where other loaders know the experts in stacks alone.
 UNREAD_MIXTURE = """\
-**transformers and vLLM cannot load it**: {reason}. fp8q runs it; {remedy}."""
+**Only fp8q runs its experts in FP8**: {reason}. {remedy}."""
 #: Used where only some of a layer's experts are FP8.
 PARTED_EXPERTS = """\
 **Nor can
@@ -377,7 +377,7 @@ def _loading(architecture: str, scales: Scales, form: HfLayout) -> str:
         return MODELOPT.format(readers=readers, skips=f" {form.vllm_skips}" if form.vllm_skips else "")
     if form.experts and form.unread:
         reason = UNREAD_EXPERTS.format(architecture=architecture)
-        return UNREAD_MIXTURE.format(reason=reason, remedy=STACKED_EXPERTS)
+        return UNREAD_MIXTURE.format(reason=reason, remedy=f"{STACKED_EXPERTS[0].upper()}{STACKED_EXPERTS[1:]}")
     if form.experts:
         remark = mixed_experts_warning(form.layers, scales)
         dynamic = form.experts.isdisjoint(scales.static_inputs) and form.experts.isdisjoint(scales.in_form(BF16))
@@ -387,7 +387,7 @@ def _loading(architecture: str, scales: Scales, form: HfLayout) -> str:
         return MIXTURE.format(vllm=f"{NO_EXPERT_WEIGHTS_ALONE}." if alone else vllm)
     hosted = CACHE_SCALES_APART if cache_parts == "kv" and not form.cache else HOSTED[cache_parts]
     return LOADABLE.format(
-        auto="AutoModelForMultimodalLM" if form.towers else "AutoModelForCausalLM",
+        auto=form.auto,
         attention=f', attn_implementation="{form.attention}"' if form.attention else "",
         hosted=HOSTED_BF16_LAYERS.format(skips=form.vllm_skips) if form.vllm_skips else hosted,
     )

@@ -348,7 +348,7 @@ def test_other_forms_are_refused_by_name(
     assert refusal(path) == (
         f"{path}: {architecture} is a mixture of experts ({module}, {kind}) in a form that fp8q does not do for now: "
         "its weights are not gate_up_proj (or up_proj) and down_proj alone, or it computes something else with "
-        "them; give a model of another architecture"
+        "them; give a model of another architecture, or use `fp8q convert`"
     )
 
 
