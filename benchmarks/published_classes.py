@@ -23,7 +23,9 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,8 @@ PUBLISHED: Mapping[str, str] = {
 #: The largest KL of a load from the original, nats: one without scales is far beyond it.
 SAME = 0.5
 VOCABULARY = 2048
+#: Classes at a time, a process each.
+JOBS = 2
 #: Classes of modules that keep a state, or convolve.
 STATES = re.compile(r"Mamba|Delta|Recurrent|LinearAttention|ShortConv|KDA|Lightning")
 IDS = torch.arange(3, 51)[None]
@@ -251,12 +255,12 @@ def main() -> int:
     if options.names and options.save:
         before = json.loads((RESULTS / f"{options.save}.json").read_text(encoding="utf-8"))
         rows, earlier = before["rows"], {"kept": {"commit": before["commit"], "not": options.names}}
-    for name in wanted:
-        row = guarded(outcome, STARTED + 60 * options.minutes, name, types[name])
-        if row is None:
-            break
-        rows[name] = row
-        print(f"{name}: {shown(row)}", flush=True)
+    begin = partial(guarded, outcome, STARTED + 60 * options.minutes)
+    with ThreadPoolExecutor(JOBS) as pool:
+        for name, row in zip(wanted, pool.map(begin, wanted, map(types.__getitem__, wanted)), strict=True):
+            if row is not None:
+                rows[name] = row
+                print(f"{name}: {shown(row)}", flush=True)
     failed = [name for name, row in rows.items() if "failed" in row]
     figures = {"models": PUBLISHED, "rows": dict(sorted(rows.items())), "failed": failed, "passed": not failed}
     return publish(head, earlier | figures, options.save)
