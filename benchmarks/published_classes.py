@@ -226,7 +226,7 @@ def outcome(name: str, model_type: str) -> Row:
             row["converted"] = written.quantized
             row["loads what convert wrote"] = loaded(name, folder / "fp8", expected)
         row["lint"] = {
-            which: step(row, f"lint {which}", lambda path=path: linted(path))
+            which: step(row, f"lint {which}", partial(linted, path))
             for which, path, done in (
                 ("calibrate", folder / "run" / "model", run),
                 ("convert", folder / "fp8", written),

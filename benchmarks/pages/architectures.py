@@ -112,9 +112,14 @@ def published_classes() -> str:
     """Published model -> how far its class goes."""
     measured = load("published_classes")
     head = ["model", "class", "calibrate", "validate", "convert", "transformers loads both", "lint"]
-    rows = measured["rows"]
+    rows = _ran(measured["rows"])
     cells = ([model, f"`{name}`", *_steps(rows.get(name))] for model, name in measured["models"].items())
     return table(head, cells)
+
+
+def _ran(rows: Figures) -> Figures:
+    """The rows but those of classes whose temporary folder was taken away while they ran."""
+    return {name: row for name, row in rows.items() if "MODEL: is not there" not in row.get("calibrate", "")}
 
 
 def _steps(row: Figures | None) -> list[str]:
@@ -138,10 +143,11 @@ LOADS = {"loads the run": "what `calibrate` wrote", "loads what convert wrote": 
 def published_reasons() -> str:
     """What stops a step of `published_classes`, and the model: in the words of fp8q or transformers."""
     measured = load("published_classes")
+    rows = _ran(measured["rows"])
     reasons: list[list[str]] = []
     for model, name in measured["models"].items():
         for step in ("unmade", "calibrate", "validate", "convert", *LOADS):
-            if (found := measured["rows"].get(name, {}).get(step, "yes")) != "yes":
+            if (found := rows.get(name, {}).get(step, "yes")) != "yes":
                 what = LOADS.get(step, f"`{step}`" if step != "unmade" else "made by transformers")
                 reasons.append([model, what, found.removeprefix("refused: MODEL: ")])
     return table(["model", "of", "why not"], reasons)
