@@ -47,7 +47,7 @@ from fp8q.quantize.reading.fp8_tensors import open_checkpoint
 from fp8q.stages.convert import convert
 
 LIMIT = 1e-2
-SECONDS = 240
+SECONDS = 600
 #: Memory that one class may take, bytes: a few make tables whose sizes no field of theirs sets.
 MEMORY = 16 << 30
 TOKENS = 24
@@ -77,11 +77,29 @@ NEEDED: dict[str, dict[str, Any]] = {
     "Glm4vMoeConfig": {"text_config": {"rope_parameters": HALF_SECTIONS}},
     "LongcatFlashConfig": {"head_dim": 16},
     "Mistral4Config": {"head_dim": 48},
+    "Ernie4_5_VLMoeConfig": {
+        "text_config": {
+            "rope_parameters": SECTIONS | {"mrope_section": [3, 3, 2]},
+            "moe_intermediate_size": [64, 32],
+        },
+    },
+    "Step3p7Config": {
+        "text_config": {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+            "sliding_window": 12,
+            "share_expert_dim": 64,
+            "num_sliding_attention_heads": 4,
+            "per_layer_config": {},
+        },
+    },
     "MllamaTextConfig": {"cross_attention_layers": [1]},
     "MllamaConfig": {"text_config": {"cross_attention_layers": [1]}},
 }
 #: Lists with an entry for each layer, which follow from the number of layers where they are left out.
-BY_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "full_attn_layers", "moe_layers")
+BY_LAYER = (
+    "layer_types", "mlp_layer_types", "no_rope_layers", "full_attn_layers", "moe_layers", "per_layer_config",
+)  # fmt: skip
 #: Classes at a time, a thread each: one, for the memory that it may take.
 JOBS = 1
 #: What becomes of a class that is not compared. `unloadable`: `convert` says so, and transformers does not load it.
@@ -113,6 +131,8 @@ def shrunk(fields: dict[str, Any]) -> dict[str, Any]:
     """The small sizes of the fields of a configuration, and of those inside it."""
     small: dict[str, Any] = {}
     for key, value in fields.items():
+        if key in BY_LAYER:
+            continue
         if isinstance(value, dict) and key.endswith("_config"):
             small[key] = {inner: size for inner, size in value.items() if inner not in BY_LAYER} | shrunk(value)
         elif type(value) is int and key in TOWERS | SIZES | SMALLER:
@@ -129,24 +149,34 @@ def configuration_class(name: str, model_type: str) -> type[PreTrainedConfig]:
     return wanted  # type: ignore[no-any-return]
 
 
-def configuration(name: str, model_type: str) -> PreTrainedConfig:
-    """A small configuration of the class `name`; raises UnmadeError where transformers makes none."""
+def configuration(name: str, model_type: str, vocabulary: int | None = None) -> PreTrainedConfig:
+    """A small configuration of the class `name`, with so many tokens; raises UnmadeError where transformers makes
+    none.
+    """
     kind = configuration_class(name, model_type)
     chosen = kind.__name__
     try:
-        if chosen in every() and chosen not in CONFIGURATIONS:
+        default = kind()
+        inside = default.get_text_config()
+        if chosen in every() and chosen not in CONFIGURATIONS and inside is default:
             fields = sizes(chosen)
             if chosen not in FURTHER:
                 fields |= {key: value for key, value in SMALLER.items() if key in fields}
         elif chosen in CONFIGURATIONS:
             fields = CONFIGURATIONS[chosen]
         else:
-            fields = shrunk(kind().to_dict())
+            fields = shrunk(default.to_dict())
+            if "text_config" in fields:
+                fields["text_config"] |= FURTHER.get(type(inside).__name__, {})
         for key, value in NEEDED.get(chosen, {}).items():
             fields = fields | {key: fields.get(key, {}) | value if isinstance(value, dict) else value}
         made: PreTrainedConfig = kind(**fields)
     except Exception as error:
         raise UnmadeError(f"{chosen}: {first_line(error)}") from error
+    text = made.get_text_config()
+    for field in ("vocab_size", "vocab_size_per_layer_input"):
+        if vocabulary is not None and hasattr(text, field):
+            setattr(text, field, vocabulary)
     return made
 
 
@@ -155,10 +185,10 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
 
 
-def random_model(name: str, model_type: str) -> PreTrainedModel:
+def random_model(name: str, model_type: str, vocabulary: int | None = None) -> PreTrainedModel:
     """The class `name` in BF16 with random weights, norms around what the class makes them."""
     torch.manual_seed(0)
-    made = configuration(name, model_type)
+    made = configuration(name, model_type, vocabulary)
     try:
         model: PreTrainedModel = getattr(transformers, name)(made)
     except Exception as error:

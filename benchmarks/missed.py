@@ -122,6 +122,11 @@ def _unseen_architectures(result: Figures) -> Iterator[str]:
             yield f"dense decoders, {what}: {dense[what]} of {dense['tried']} (at least {least:.0%})"
 
 
+def _published_classes(result: Figures) -> Iterator[str]:
+    for name in result["failed"]:
+        yield f"{name}: {', '.join(result['rows'][name]['failed'])} ended in an exception (none may)"
+
+
 def _two_implementations(result: Figures) -> Iterator[str]:
     words = {
         "logit_difference": "largest logit difference",
@@ -155,5 +160,6 @@ LIMITS: Mapping[str, Callable[[Figures], Iterator[str]]] = {
     "load": _load,
     "two_implementations": _two_implementations,
     "unseen_architectures": _unseen_architectures,
+    "published_classes": _published_classes,
     "wrong_models": _wrong_models,
 }

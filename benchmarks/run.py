@@ -32,10 +32,11 @@ PARTS: Mapping[str, str] = {
     **{
         name: f"{name}.py"
         for name in (
-            "unseen_architectures", "validate_memory", "compare_memory", "weight_rounding", "architectures",
-            "expert_tokens", "expert_rounding", "experts", "two_terms", "cache_traffic",
+            "unseen_architectures", "validate_memory", "compare_memory", "weight_rounding",
+            "architectures", "expert_tokens", "expert_rounding", "experts", "two_terms", "cache_traffic",
         )
     },
+    "published_classes": "published_classes.py --minutes 12",
     "distill_memory": "distill_memory.py",
     "rounding_launches": "rounding_launches.py --models 8B",
     "rounding_launches_70b": "rounding_launches.py --models 70B",

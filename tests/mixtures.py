@@ -46,6 +46,28 @@ WITH_OWN_GATE: tuple[str, dict[str, Any]] = (
     "MiniMaxM3VLTextConfig",
     {"num_local_experts": 4, "head_dim": 16, "dense_intermediate_size": 96, "shared_intermediate_size": 48},
 )
+#: gpt_oss's kind: gate and up take turns in a stack that holds weights [in, out], with biases, limits and sinks.
+ALTERNATING: tuple[str, dict[str, Any]] = (
+    "GptOssConfig",
+    {"num_local_experts": 4, "head_dim": 16, "sliding_window": 24, "swiglu_limit": 2.0, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
+    }},
+)  # fmt: skip
+#: Llama 4's kind: the router scales what an expert reads, stacks hold weights [in, out], a shared expert, and a layer
+#: without experts.
+SCALED_INPUTS: tuple[str, dict[str, Any]] = (
+    "Llama4TextConfig",
+    {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "head_dim": 16,
+        "intermediate_size_mlp": 96,
+        "num_hidden_layers": 3,
+        "moe_layers": [0, 2],
+        "attention_chunk_size": 24,
+        "no_rope_layers": [1, 1, 0],
+    },
+)
 #: Mixtures whose checkpoints may hold a layer for multi-token prediction: the class, its fields, and how the names of
 #: such a layer's tensors begin.
 DRAFTING: dict[str, tuple[str, dict[str, Any], str]] = {

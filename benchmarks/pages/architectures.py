@@ -108,6 +108,66 @@ def unseen_architectures() -> str:
     return table(["how far, and why", ""], ([reason, ", ".join(names)] for reason, names in rows))
 
 
+def published_classes() -> str:
+    """Published model -> how far its class goes."""
+    measured = load("published_classes")
+    head = ["model", "class", "calibrate", "validate", "convert", "transformers loads both", "lint"]
+    rows = _ran(measured["rows"])
+    cells = ([model, f"`{name}`", *_steps(rows.get(name))] for model, name in measured["models"].items())
+    return table(head, cells)
+
+
+def _ran(rows: Figures) -> Figures:
+    """The rows but those of classes whose temporary folder was taken away while they ran."""
+    return {name: row for name, row in rows.items() if "MODEL: is not there" not in row.get("calibrate", "")}
+
+
+def _steps(row: Figures | None) -> list[str]:
+    """The cells of a class: how each step ended."""
+    if row is None or "unmade" in row:
+        return ["not made" if row else "not run", "", "", "", ""]
+    loads = {row[step] for step in LOADS if step in row}
+    errors = {found for found in row["lint"].values() if found != "yes"}
+    ends = [_end(row.get(step, "")) for step in ("calibrate", "validate", "convert")]
+    return [*ends, "yes" if loads == {"yes"} else "no", "errors" if errors else "no errors"]
+
+
+def _end(found: str) -> str:
+    return found.partition(":")[0]
+
+
+#: The steps in which transformers loads a checkpoint, and who wrote it.
+LOADS = {"loads the run": "what `calibrate` wrote", "loads what convert wrote": "what `convert` wrote"}
+
+
+def published_reasons() -> str:
+    """What stops a step of `published_classes`, and the model: in the words of fp8q or transformers."""
+    measured = load("published_classes")
+    rows = _ran(measured["rows"])
+    reasons: list[list[str]] = []
+    for model, name in measured["models"].items():
+        for step in ("unmade", "calibrate", "validate", "convert", *LOADS):
+            if (found := rows.get(name, {}).get(step, "yes")) != "yes":
+                what = LOADS.get(step, f"`{step}`" if step != "unmade" else "made by transformers")
+                reasons.append([model, what, found.removeprefix("refused: MODEL: ")])
+    return table(["model", "of", "why not"], reasons)
+
+
+def published_parts() -> str:
+    """KL of a part alone in FP8, by published model."""
+    measured = load("published_classes")
+    rows = measured["rows"]
+    found = {model: rows.get(name, {}).get("kl_by_part") for model, name in measured["models"].items()}
+    losses = {model: of_model for model, of_model in found.items() if of_model}
+    parts = sorted({part for of_model in losses.values() for part in of_model})
+    cells = ([model, *(_loss(of_model, part) for part in parts)] for model, of_model in losses.items())
+    return table(["KL in millinats of the part alone", *parts], cells)
+
+
+def _loss(losses: Figures, part: str) -> str:
+    return f"{1000 * losses[part]:.2f}" if part in losses else ""
+
+
 def _name(configuration: str) -> str:
     return configuration.replace("Config", "")
 
@@ -122,5 +182,5 @@ def _short(reason: str) -> str:
     return re.sub(r" \([^)]*\)| \(.*$| in model\.\S+|;.*|, and of others.*|\. Use .*", "", reason)
 
 
-TABLES = (architectures, breadth, unseen_architectures)
+TABLES = (architectures, published_classes, published_reasons, published_parts, breadth, unseen_architectures)
 DECISION_TABLES = (drafts,)

@@ -32,14 +32,30 @@ CHUNK = 1 << 24
 
 @dataclass(frozen=True)
 class TensorPart:
-    """Part of a stored `tensor`: entry `index` of its first axis, and of that the rows from `start` to `end`; the whole
-    tensor where `index` is None.
+    """Part of a stored `tensor`: entry `index` of its first axis, transposed where it is `turned`, and of that every
+    `step`-th row from `start` to `end`; the whole tensor where `index` is None.
     """
 
     tensor: str
     index: int | None = None
     start: int = 0
     end: int = 0
+    step: int = 1
+    turned: bool = False
+
+    def cut(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """The part as a view of the stored `tensor`."""
+        if self.index is None:
+            return tensor
+        entry = tensor[self.index]
+        return (entry.T if self.turned else entry)[self.start : self.end : self.step]
+
+    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the part of a tensor in the shape `stored`."""
+        if self.index is None:
+            return stored
+        others = stored[1:2] if self.turned else stored[2:]
+        return (len(range(self.start, self.end, self.step)), *others)
 
 
 def find_weights(directory: Path, name: str, named: str | None = None) -> tuple[Path, ...]:
@@ -202,7 +218,8 @@ class Weights:
         self._headers = coding.headers(self._stored) if coding else self._stored
         self._parts = parts or {}
         if parts:
-            cut = {name: _part_of(self._headers[part.tensor], part) for name, part in parts.items()}
+            stored = {name: self._headers[part.tensor] for name, part in parts.items()}
+            cut = {name: replace(header, shape=parts[name].shape(header.shape)) for name, header in stored.items()}
             self._headers = coding.headers(cut) if coding else cut
 
     def names(self) -> KeysView[str]:
@@ -235,7 +252,7 @@ class Weights:
         tensor = self.stored(part.tensor) if decoded is None else decoded
         if part.index is None:
             return tensor
-        cut = tensor[part.index, part.start : part.end]
+        cut = part.cut(tensor)
         changed = self._coding.decoded(name, lambda _: cut) if self._coding else None  # an adapter of one expert
         return cut if changed is None else changed
 
@@ -247,13 +264,6 @@ class Weights:
         with foreign(partial(_damaged, file)), safe_open(file, framework="pt") as opened:
             tensor: torch.Tensor = opened.get_tensor(name)
         return tensor
-
-
-def _part_of(stored: StoredTensor, part: TensorPart) -> StoredTensor:
-    """The tensor that is `part` of a stored one, within its bytes."""
-    if part.index is None:
-        return stored
-    return replace(stored, shape=(part.end - part.start, *stored.shape[2:]))
 
 
 def check_finite(weights: Weights, report: Reporter = SILENT) -> None:

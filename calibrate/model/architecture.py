@@ -17,7 +17,7 @@ from ..checkpoint.config_fields import POSITIONS, check_fields
 from ..checkpoint.recognizer import QUANTIZATION_KEYS
 from ..input.untrusted import error_text, exists, foreign, read_json
 from .caches import attention_indices
-from .classes import needed_attention, nested
+from .classes import listed_with_others, needed_attention, nested
 
 if TYPE_CHECKING:
     from torch import nn
@@ -113,8 +113,9 @@ def _causal_class(config: "PreTrainedConfig", name: str, architecture: str | Non
     except ValueError:  # several: MusicGen's
         raise _not_causal(name, architecture or config.model_type) from None
     inside = nested(config)
-    classes = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING if inside else auto.MODEL_FOR_CAUSAL_LM_MAPPING
-    names = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES if inside else auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    others = listed_with_others(config)
+    classes = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING if others else auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    names = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES if others else auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     mapped = names.get(config.model_type)
     named = architecture or mapped or config.model_type
     other = next((key for key in config.sub_configs if _OTHER_SENSES.fullmatch(key)), None)
@@ -187,7 +188,7 @@ def refuse_experts(model: "nn.Module", name: str, architecture: str) -> None:
                 f"{architecture} is a mixture of experts ({module_name}, {type(module).__name__}) in a form that fp8q "
                 "does not do for now: its weights are not gate_up_proj (or up_proj) and down_proj alone, or it "
                 "computes something else with them",
-                "give a model of another architecture",
+                "give a model of another architecture, or use `fp8q convert`",
             )
 
 

@@ -43,11 +43,22 @@ def new_model(config: "PreTrainedConfig", dtype: "torch.dtype") -> "PreTrainedMo
     return model
 
 
+def listed_with_others(config: "PreTrainedConfig") -> bool:
+    """Tell whether transformers lists the class of `config` among those of more than text: models with a language model
+    inside, and Mistral 4's causal language model.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    if nested(config) or config.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return nested(config)
+    return str(auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)).endswith("ForCausalLM")
+
+
 def auto_class(config: "PreTrainedConfig") -> Any:
     """Return the auto class of transformers that makes and loads the model of `config`."""
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
-    if nested(config):
+    if listed_with_others(config):
         return AutoModelForMultimodalLM
     return AutoModelForCausalLM
 

@@ -1,14 +1,15 @@
 """Take fused experts apart: one module for each expert, in place of transformers' two tensors for all of them.
 
-transformers 5 stores the experts of a layer in `gate_up_proj` [experts, 2 · inner, width] and `down_proj` [experts,
-width, inner]; those without a gate in `up_proj` [experts, inner, width] and `down_proj`. Code that works on linear
-layers (observers, scales, rounding, codes) does not see these. `unfold` replaces them by modules with two or three
-linear layers for each expert, `experts.N.gate_proj`, `.up_proj` and `.down_proj`, that compute the same. From there on
-a mixture of experts is a model with many linear layers.
+transformers 5 stores the experts of a layer in stacks: `gate_up_proj` [experts, 2 · inner, width] and `down_proj`
+[experts, width, inner]; those without a gate in `up_proj` [experts, inner, width] and `down_proj`. Code that works on
+linear layers (observers, scales, rounding, codes) does not see these. `unfold` replaces them by modules with two or
+three linear layers for each expert, `experts.N.gate_proj`, `.up_proj` and `.down_proj`, that compute the same. From
+there on a mixture of experts is a model with many linear layers.
 
-The forms are the classes in `EXPERT_FORMS`. A class of transformers has one of them if it computes what `Experts` of
-that form compute, which is tested once for each class on random numbers. Biases and interleaved or transposed weights
-are other forms, and are refused by name (`architecture.refuse_experts`).
+The forms are the classes in `EXPERT_FORMS`: each says once which stacks there are, in which order they hold the weights
+of an expert, and what lies between its GEMMs; readers, names and loaders ask it. A class of transformers has one of
+them if it computes what `Experts` of that form compute, which is tested once for each class on random numbers. Others
+are refused by name (`architecture.refuse_experts`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,6 +24,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..checkpoint.weights import TensorPart
+
 #: The GEMMs of an expert that read the tokens, of any form.
 INPUT_GEMMS = ("gate_proj", "up_proj")
 #: Sizes at which a class is tested: number of experts, width, inner width, tokens.
@@ -36,11 +39,18 @@ class Expert(nn.Module):
     """One expert: down(act(gate(x)) · up(x)).
 
     `fused`: the parameters of transformers' module for all experts of a layer -> the GEMMs that each becomes.
+    `turned`: they hold each weight [in, out]. `alternating`: the output channels of gate and up take turns in them,
+    instead of following each other. `biased`: beside each is one of biases, `<name>_bias` [experts, out].
+    `scaled_inputs`: transformers' module gets, for each expert, all tokens scaled by the router, 0 for other experts'.
     """
 
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)
     }  # fmt: skip
+    turned: ClassVar[bool] = False
+    alternating: ClassVar[bool] = False
+    biased: ClassVar[bool] = False
+    scaled_inputs: ClassVar[bool] = False
 
     gate_proj: nn.Module
     up_proj: nn.Module
@@ -49,9 +59,45 @@ class Expert(nn.Module):
         """Make weights without values, of the type and on the device of `like`."""
         super().__init__()
         for name in self.inputs():
-            self.add_module(name, _empty_linear(width, inner, like))
-        self.down_proj = _empty_linear(inner, width, like)
+            self.add_module(name, _empty_linear(width, inner, like, self.biased))
+        self.down_proj = _empty_linear(inner, width, like, self.biased)
         self.act_fn = act
+
+    @classmethod
+    def stacks(cls) -> dict[str, tuple[str, ...]]:
+        """The parameters of transformers' module -> the tensors of an expert that each holds, in their order."""
+        weights = {stack: tuple(f"{gemm}.weight" for gemm in gemms) for stack, gemms in cls.fused.items()}
+        if not cls.biased:
+            return weights
+        biases = {f"{stack}_bias": tuple(f"{gemm}.bias" for gemm in gemms) for stack, gemms in cls.fused.items()}
+        return weights | biases
+
+    @classmethod
+    def shapes(cls, number: int, width: int, inner: int) -> dict[str, tuple[int, ...]]:
+        """The shape of each of `stacks`, for so many experts of these sizes."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for stack, gemms in cls.fused.items():
+            out, columns = (width, inner) if stack == "down_proj" else (len(gemms) * inner, width)
+            shapes[stack] = (number, columns, out) if cls.turned else (number, out, columns)
+            shapes[f"{stack}_bias"] = (number, out)
+        return {stack: shapes[stack] for stack in cls.stacks()}
+
+    @classmethod
+    def parts(cls, stack: str, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, str, TensorPart]]:
+        """Yield the number of the expert, the tensor of it, and where that is, of all in the `stack` that is stored as
+        `name` in this `shape`.
+        """
+        tensors = cls.stacks()[stack]
+        turned = cls.turned and len(shape) == 3
+        rows = shape[2] if turned else shape[1]
+        height = rows // len(tensors)
+        for expert in range(shape[0]):
+            for place, tensor in enumerate(tensors):
+                if cls.alternating:
+                    part = TensorPart(name, expert, place, rows, len(tensors), turned)
+                else:
+                    part = TensorPart(name, expert, place * height, (place + 1) * height, turned=turned)
+                yield expert, tensor, part
 
     @classmethod
     def inputs(cls) -> tuple[str, ...]:
@@ -97,6 +143,18 @@ class ExpertWithOwnGate(Expert):
         return self.act_fn(torch.cat(outputs, -1))
 
 
+class AlternatingExpert(ExpertWithOwnGate):
+    """gpt_oss's: limits on gate and up, which take turns, biases, and weights that are stored [in, out]."""
+
+    turned = True
+    alternating = True
+    biased = True
+
+    def activated(self, *outputs: torch.Tensor) -> torch.Tensor:
+        """Let transformers' function have gate and up in turn."""
+        return self.act_fn(torch.stack(outputs, -1).flatten(-2))
+
+
 class ExpertWithoutGate(Expert):
     """down(act(up(x)))."""
 
@@ -108,8 +166,15 @@ class ExpertWithoutGate(Expert):
         return self.act_fn(up)
 
 
+class ScaledInputExpert(Expert):
+    """Llama 4's: the router scales what an expert reads, and weights are stored [in, out]."""
+
+    turned = True
+    scaled_inputs = True
+
+
 #: The forms of experts: the first that computes what transformers' class does is the one.
-EXPERT_FORMS = (Expert, ExpertWithOwnGate, ExpertWithoutGate)
+EXPERT_FORMS = (Expert, ExpertWithOwnGate, ExpertWithoutGate, AlternatingExpert, ScaledInputExpert)
 
 
 class SharedInput(nn.Module):
@@ -127,11 +192,14 @@ class SharedInput(nn.Module):
 class Experts(nn.Module):
     """The experts of one layer, named by their numbers; each computes the tokens that are routed to it.
 
-    `routing`: the tokens of a call by expert, and the expert that computes, while one does.
+    `routing`: the tokens of a call by expert, and the expert that computes, while one does. `places`: as `Routing` has
+    it. `replaced`: the name of transformers' class of the module with all of them.
     """
 
+    replaced = ""
     shown: TokensShown = "routed"
     routing: "Routing | None" = None
+    places: torch.Tensor | None = None
 
     def __init__(self, experts: Iterable[Expert]):
         super().__init__()
@@ -159,7 +227,7 @@ class Experts(nn.Module):
                 expert(shared)
         if self.shown == "all" or hidden_states.is_meta:
             return out
-        self.routing = Routing([*routes(top_k_index, len(self.experts))])
+        self.routing = Routing([*routes(top_k_index, len(self.experts))], self.places)
         for index, (number, position, token) in enumerate(self.routing.routes):
             expert, self.routing.current = self.experts[number], index
             x = shared[token]
@@ -167,6 +235,12 @@ class Experts(nn.Module):
             out.index_add_(0, token, (y * top_k_weights[token, position, None]).to(out.dtype))
         self.routing = None
         return out
+
+    def choices(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The experts, int64 [tokens, chosen], of each token of the shared input, by the arguments of a call."""
+        return top_k_index
 
     def rows_from(self, first: int, positions: int) -> torch.Tensor:
         """The rows of the expert that computes whose tokens are at position `first` or later of their sequences, of so
@@ -176,21 +250,60 @@ class Experts(nn.Module):
         return self.routing.rows_from(first, positions)
 
 
+class ExpertsOfScaledInputs(Experts):
+    """The experts of one layer of Llama 4, whose input the router has scaled: all tokens for the first expert, then all
+    for the next, and 0 where a token chose another.
+    """
+
+    def choices(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor | None = None,
+        top_k_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The expert, int64 [rows, 1], of each row that is not 0: these are the shared input."""
+        return self._rows(hidden_states)[:, None] // (len(hidden_states) // len(self.experts))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor | None = None,
+        top_k_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`hidden_states` [experts · tokens, width] to [experts · tokens, width]."""
+        if hidden_states.is_meta:
+            nowhere = hidden_states.new_zeros(0, 1)
+            return super().forward(hidden_states, nowhere, nowhere)
+        rows = self._rows(hidden_states)
+        self.places = rows % (len(hidden_states) // len(self.experts))
+        chosen = self.choices(hidden_states)
+        y = super().forward(hidden_states[rows], chosen, hidden_states.new_ones(chosen.shape))
+        return torch.zeros_like(hidden_states).index_copy_(0, rows, y)
+
+    def _rows(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states.any(-1).nonzero()[:, 0]
+
+
 Route = tuple[int, torch.Tensor, torch.Tensor]
 
 
 @dataclass
 class Routing:
-    """The `routes` of a call of experts, and the index among them of the expert that computes."""
+    """The `routes` of a call of experts, and the index among them of the expert that computes.
+
+    `places`: the numbers of the tokens that rows of the shared input are; None where it has all of them in order.
+    """
 
     routes: list[Route]
+    places: torch.Tensor | None = None
     current: int = 0
     _rows: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
 
     def rows_from(self, first: int, positions: int) -> torch.Tensor:
         """As `Experts.rows_from` has it: the host waits for all experts at once, and once for their GEMMs."""
         if (first, positions) not in self._rows:
-            late = [token % positions >= first for _, _, token in self.routes]
+            numbers = [token if self.places is None else self.places[token] for _, _, token in self.routes]
+            late = [number % positions >= first for number in numbers]
             counts = torch.stack([is_late.sum() for is_late in late]).tolist()
             self._rows[first, positions] = [
                 is_late.byte().argsort(descending=True, stable=True)[:count]
@@ -289,29 +402,41 @@ def fused(model: PreTrainedModel) -> dict[str, type[Expert]]:
 def apart(module: nn.Module, form: type[Expert]) -> Experts:
     """Make experts of that form without values for the fused `module`."""
     down = module.get_parameter("down_proj")
-    number, width, inner = down.shape
+    number, width, inner = _sizes(form, down)
     act = form.activation(module)
     assert act is not None, "a module of the form has one"
-    return Experts(form(width, inner, act, down) for _ in range(number))
+    kind = ExpertsOfScaledInputs if form.scaled_inputs else Experts
+    experts = kind(form(width, inner, act, down) for _ in range(number))
+    experts.replaced = type(module).__name__
+    return experts
 
 
-def _empty_linear(width: int, height: int, like: torch.Tensor) -> nn.Linear:
+def _empty_linear(width: int, height: int, like: torch.Tensor, biased: bool) -> nn.Linear:
     """Make a linear layer of the type and on the device of `like`, without drawing values, which would take seconds."""
     linear = nn.Linear(1, 1, bias=False, device="meta")
     linear.in_features = width
     linear.out_features = height
     linear.weight = nn.Parameter(like.new_empty(height, width))
+    if biased:
+        linear.bias = nn.Parameter(like.new_empty(height))
     return linear
 
 
+def _sizes(form: type[Expert], down: torch.Tensor) -> tuple[int, int, int]:
+    """The number of experts, the width and the inner width by the stack of their last GEMMs; 0 for what it lacks."""
+    number, out, columns = (*down.shape, 0, 0, 0)[:3]
+    if form.turned:
+        return number, columns, out
+    return number, out, columns
+
+
 def _has_the_shapes(module: nn.Module, form: type[Expert]) -> bool:
-    """Tell whether `module` has the two fused parameters of `form`, in matching shapes, and an activation."""
+    """Tell whether `module` has the fused parameters of `form`, in matching shapes, and an activation."""
     parameters = dict(module.named_parameters())
-    if parameters.keys() != form.fused.keys() or form.activation(module) is None:
+    if parameters.keys() != form.stacks().keys() or form.activation(module) is None:
         return False
-    number, width, inner = (*parameters["down_proj"].shape, 0, 0, 0)[:3]
-    first = next(iter(form.fused))
-    return tuple(parameters[first].shape) == (number, len(form.inputs()) * inner, width)
+    shapes = form.shapes(*_sizes(form, parameters["down_proj"]))
+    return all(tuple(parameter.shape) == shapes[stack] for stack, parameter in parameters.items())
 
 
 def computes_the_same(module: nn.Module, form: type[Expert]) -> bool:
@@ -320,26 +445,26 @@ def computes_the_same(module: nn.Module, form: type[Expert]) -> bool:
     Its own forward pass, not one of the faster ones that transformers puts in its place, is compared on random numbers,
     some of them so large that a limit on the gate would show.
     """
-    number, width, inner, tokens = TRIED
+    number, width, _, tokens = TRIED
     random = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=random, device="cpu", dtype=torch.float64)
 
-    first = next(iter(form.fused))
     trial = copy(module)
-    trial._parameters = {
-        first: nn.Parameter(draw(number, len(form.inputs()) * inner, width)),
-        "down_proj": nn.Parameter(draw(number, width, inner)),
-    }
-    vars(trial)["num_experts"] = number
+    trial._parameters = {stack: nn.Parameter(draw(*shape)) for stack, shape in form.shapes(*TRIED[:3]).items()}
+    vars(trial).update(num_experts=number, hidden_size=width)
     ours = apart(trial, form)
-    for name, tensor in ours.named_parameters():
-        index, _, gemm = name.removesuffix(".weight").partition(".")
-        of = stack_of(form, gemm)
-        tensor.data = trial.get_parameter(of)[int(index)].chunk(len(form.fused[of]))[form.fused[of].index(gemm)]
+    for stack, parameter in trial.named_parameters():
+        for expert, tensor, part in form.parts(stack, stack, tuple(parameter.shape)):
+            ours.get_parameter(f"{expert}.{tensor}").data = part.cut(parameter.data)
     chosen = torch.stack([torch.randperm(number, generator=random, device="cpu")[:2] for _ in range(tokens)])
-    arguments = (20 * draw(tokens, width), chosen, draw(tokens, 2))
+    x = 20 * draw(tokens, width)
+    shares = draw(tokens, 2)
+    arguments = [x, chosen, shares]
+    if form.scaled_inputs:
+        scores = x.new_zeros(tokens, number).scatter_(1, chosen, shares)
+        arguments = [(scores.T[:, :, None] * x).flatten(0, 1)]
     with torch.no_grad():
         try:
             theirs = unwrap(type(module).forward)(trial, *arguments)

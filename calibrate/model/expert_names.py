@@ -8,7 +8,7 @@ which other loaders read.
 """
 
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ..checkpoint.weights import TensorPart
@@ -34,7 +34,7 @@ def views(model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]) -> di
     fused = {
         name: model_name for name in shapes if (model_name := conversions.model_name(name)[0]) in conversions.fused
     }
-    fused = {name: model_name for name, model_name in fused.items() if len(shapes[name]) == 3}
+    fused = {name: model_name for name, model_name in fused.items() if _is_stack(model_name, shapes[name])}
     parts: dict[str, TensorPart] = {}
     for name, shape in shapes.items():
         if name not in fused:
@@ -42,14 +42,17 @@ def views(model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]) -> di
                 name
             )
             continue
-        experts, _, tensor = fused[name].rpartition(".")
-        projections = gemms_of_stack(tensor)
-        rows = shape[1] // len(projections)
-        for expert in range(shape[0]):
-            for half, projection in enumerate(projections):
-                under = conversions.original_of(experts, expert, projection)
-                parts[under] = TensorPart(name, expert, half * rows, (half + 1) * rows)
+        experts, _, stack = fused[name].rpartition(".")
+        for expert, tensor, part in conversions.experts[experts].form.parts(stack, name, shape):
+            parts[conversions.original_of(experts, expert, tensor)] = part
     return parts if fused else {}
+
+
+def _is_stack(name: str, shape: tuple[int, ...]) -> bool:
+    """Tell whether a tensor in this `shape` holds the weights or biases of all experts, whose stack is called `name`,
+    and not those of one.
+    """
+    return len(shape) == (2 if name.endswith("_bias") else 3)
 
 
 class Conversions:
@@ -62,7 +65,7 @@ class Conversions:
 
         self.experts = experts_of(model)
         #: The fused tensors that there would be, by name.
-        self.fused = {f"{name}.{tensor}": tensor for name, made in self.experts.items() for tensor in made.form.fused}
+        self.fused = {f"{name}.{stack}": stack for name, made in self.experts.items() for stack in made.form.stacks()}
         table = get_model_conversion_mapping(model) if self.experts or dense else []
         self._renamings = [conversion for conversion in table if isinstance(conversion, WeightRenaming)]
         self._converters: list[WeightConverter] = [
@@ -107,7 +110,8 @@ class Conversions:
         for name in stored:
             model_name, pattern = self.model_name(name)
             if pattern is None:
-                if model_name.removesuffix(".weight").rpartition(".")[0].rpartition(".")[0] in self.experts:
+                gemm = model_name.removesuffix(".weight").removesuffix(".bias")
+                if gemm.rpartition(".")[0].rpartition(".")[0] in self.experts:
                     names[model_name] = name
             elif model_name in self.fused and (projection := self._projection(self.fused[model_name], pattern)):
                 number = re.search(re.escape(_unescaped(pattern)).replace(r"\.\*\.", r"\.(\d+)\."), name)
@@ -143,6 +147,20 @@ class Conversions:
         if made is None or pattern not in made.source_patterns:
             return None
         return gemms_of_stack(tensor)[made.source_patterns.index(pattern)]
+
+    def unread(self, in_files: Callable[[str], str]) -> frozenset[str]:
+        """The modules of experts that transformers loads from stacks alone, and not from the weights of single experts;
+        `in_files`: the name of a tensor of the model -> its name in the files.
+        """
+        from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
+
+        stacked: set[str] = set()
+        for name, experts in self.experts.items():
+            weights = [in_files(f"{name}.0.{gemm}.weight") for gemms in experts.form.fused.values() for gemm in gemms]
+            read = all(self.model_name(weight)[0] in self.fused for weight in weights)
+            if not read and experts.replaced not in MODULES_TO_PATCH_FOR_QUANTIZATION:
+                stacked.add(name)
+        return frozenset(stacked)
 
     def reads_single_experts(self, tensor: str) -> bool:
         """Tell whether transformers loads the fused `tensor` from files that hold each expert's weights apart."""
@@ -184,13 +202,14 @@ class Conversions:
             name, _ = renaming.reverse_transform().rename_source_key(name)
         return name
 
-    def original_of(self, experts: str, number: int, projection: str) -> str:
-        """The stored name of a `projection` of expert `number` in the module `experts`; our own name if transformers
+    def original_of(self, experts: str, number: int, name: str) -> str:
+        """The stored name of the tensor `name` of expert `number` in the module `experts`; our own name if transformers
         has none.
         """
-        ours = f"{experts}.{number}.{projection}.weight"
+        ours = f"{experts}.{number}.{name}"
+        projection, _, kind = name.rpartition(".")
         tensor = stack_of(self.experts[experts].form, projection)
-        if (made := self._maker(tensor)) is None:
+        if kind != "weight" or (made := self._maker(tensor)) is None:
             return ours
         pattern, target = (
             _unescaped(patterns[index])

@@ -73,6 +73,8 @@ def _unsupported(model: "PreTrainedModel", text: "PreTrainedConfig") -> str | No
         return "keeps more than keys and values (a recurrent state, or an indexer's keys), which the graph does not"
     layers_of_experts = experts_of(model).values()
     if any(experts.form is not Expert for experts in layers_of_experts):
+        if any(experts.form.scaled_inputs for experts in layers_of_experts):
+            return "has experts whose inputs the router scales, which the graph does not compute"
         return "has experts without a gate, or with one of their own, which the graph does not compute"
     if (number := sum(len(experts.experts) for experts in layers_of_experts)) > MOST_BRANCHES:
         return (

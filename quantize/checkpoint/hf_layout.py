@@ -9,15 +9,17 @@ describe.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
 
 from ...calibrate.checkpoint.mtp_layers import mtp_prefixes, vllm_name
-from ...calibrate.model.classes import needed_attention, non_text_modules
+from ...calibrate.checkpoint.weights import TensorPart
+from ...calibrate.model.classes import auto_class, needed_attention, non_text_modules
 from ...calibrate.model.expert_modules import experts_of
+from ...calibrate.model.expert_names import Conversions
 from ...calibrate.model.gemms import attention_modules, output_channel_axis
 from ...calibrate.model.source import Source, meta_model
 from ...options import BF16
@@ -54,6 +56,12 @@ CACHES = frozenset({"past_key_value", "past_key_values"})
 #: The option of `vllm serve` for the layers whose cache stays in the compute type, by index (0.32).
 SKIP_LAYERS = "--kv-cache-dtype-skip-layers"
 
+#: Why only fp8q is known to run experts that transformers loads from stacks alone, and what helps.
+UNREAD_EXPERTS = (
+    "transformers reads the experts of {architecture} from tensors that hold all of a layer, and no codes of single "
+    "ones, and no server is known to read them"
+)
+STACKED_EXPERTS = "with `--skip '*.experts.*'` they stay in BF16 in the source's tensors, which loaders read"
 #: What vLLM makes of experts whose inputs stay in BF16.
 NO_EXPERT_WEIGHTS_ALONE = "vLLM has no GEMM for experts with FP8 weights alone"
 
@@ -68,12 +76,15 @@ class HfLayout:
     - `cache`: whether the checkpoint has scales of a cache that they read.
     - `bf16_cache`: layer index -> attention module, of the layers that stay in BF16 where the cache is in FP8.
     - `no_graph`: why no ONNX graph can be made of the model.
+    - `auto`: the auto class of transformers that loads them.
     - `attention`: the implementation that transformers must be told to use, where its default computes another result.
     - `non_text`: the modules that text does not reach, which are not quantized.
     - `positions`: the number of positions that a graph serves, where that is fewer than the model's.
     - `stored`: module -> its name in the files, for modules in a block of experts; vLLM reads those names.
     - `experts`: the GEMMs of experts.
-    - `layers`: the modules that each hold the experts of one layer.
+    - `layers`: the modules that each hold the experts of one layer; `unread`: those of them whose experts no loader
+      reads one by one.
+    - `parts`: tensor -> the part of a stored tensor that it is, where some of these are cut up.
     - `ties`: what is changed of tied tensors.
     - `mtp`: how the names of the tensors of multi-token prediction begin; they are not quantized. `vllm_mtp`: how they
       begin in vLLM, where that differs. `mtp_from_codes`: whether the source has codes of them.
@@ -83,12 +94,15 @@ class HfLayout:
     loadable: bool
     cache: bool
     no_graph: str | None = None
+    auto: str = "AutoModelForCausalLM"
     attention: str | None = None
     non_text: Mapping[str, nn.Module] = field(default_factory=dict)
     positions: int | None = None
     stored: Mapping[str, str] = field(default_factory=dict)
     experts: frozenset[str] = frozenset()
     layers: tuple[str, ...] = ()
+    unread: frozenset[str] = frozenset()
+    parts: Mapping[str, TensorPart] = field(default_factory=dict)
     bf16_cache: Mapping[int, str] = field(default_factory=dict)
     mtp: tuple[str, ...] = ()
     vllm_mtp: tuple[str, ...] = ()
@@ -184,6 +198,8 @@ class HfLayout:
                 f"--layout {self.codec.form}: NVIDIA's runtimes and vLLM read model/; transformers takes its codes for "
                 "values without scales, so load it by `fp8q.api.load`"
             )
+        if self.experts and self.unread:
+            return f"{UNREAD_EXPERTS.format(architecture=architecture)}: fp8q runs `model/`; {STACKED_EXPERTS}"
         if self.experts:
             vllm = ", and vLLM documents this layout, with a scale for each token of what experts read"
             if not self.experts.isdisjoint(scales.in_form(BF16)):
@@ -235,6 +251,8 @@ def hf_layout_of(
     coded = {name.rpartition(".")[0] for name in scales.kv_cache}
     fewer = no_graph is None and source.served_positions != source.max_positions
     layers = experts_of(model)
+    unread = Conversions(model).unread(source.stored)
+    experts = frozenset(name for name in modules if name.startswith(tuple(f"{layer}." for layer in layers)))
     blocks = tuple(f"{layer.rpartition('.')[0]}." for layer in layers)
     stored = {
         name: source.stored(f"{name}.weight").removesuffix(".weight")
@@ -246,12 +264,15 @@ def hf_layout_of(
         loadable,
         cache=loadable and known and scales.cache_parts == "kv",
         no_graph=no_graph,
+        auto=auto_class(source.config).__name__,
         attention=needed_attention(source.config),
         non_text=non_text_modules(model),
         positions=source.served_positions if fewer else None,
         stored=stored,
-        experts=frozenset(name for name in modules if name.startswith(tuple(f"{layer}." for layer in layers))),
+        experts=experts,
         layers=tuple(layers),
+        unread=unread,
+        parts=_parts(source, {layer for layer in unread if not any(name.startswith(f"{layer}.") for name in experts)}),
         mtp=source.mtp,
         vllm_mtp=_vllm_mtp(source),
         mtp_from_codes=any(weights.coded(name) for name in weights.names() if name.startswith(source.mtp)),
@@ -261,6 +282,19 @@ def hf_layout_of(
             index: attentions[index] for index in sorted(attentions) if coded and attentions[index] not in coded
         },
     )
+
+
+def _parts(source: Source, stacked: Collection[str]) -> dict[str, TensorPart]:
+    """The parts that stored tensors of `source` are cut into, but for the experts `stacked`, which stay whole."""
+    starts = tuple(f"{layer}." for layer in stacked)
+    model_names = {under: name for name, under in source.renamed.items()}
+    parts: dict[str, TensorPart] = {}
+    for name, part in source.parts.items():
+        if part.index is not None and model_names.get(name, name).startswith(starts):
+            parts[part.tensor] = TensorPart(part.tensor)
+        else:
+            parts[name] = part
+    return parts
 
 
 def _vllm_mtp(source: Source) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from .card_additions import (
     markdown_message,
     markdown_text,
 )
-from .hf_layout import NO_EXPERT_WEIGHTS_ALONE, HfLayout
+from .hf_layout import NO_EXPERT_WEIGHTS_ALONE, STACKED_EXPERTS, UNREAD_EXPERTS, HfLayout
 
 CARD = """\
 ---
@@ -209,6 +209,9 @@ vLLM
 documents the layout: `vllm serve path/to/this/directory`; it gives what experts read a scale for each token{static}."""
 STATIC_EXPERTS = """. The static
 scales that fp8q runs them with are in `{file}`"""
+#: Used in place of `LOADABLE` where other loaders know the experts in stacks alone.
+UNREAD_MIXTURE = """\
+**Only fp8q runs its experts in FP8**: {reason}. {remedy}."""
 #: Used where only some of a layer's experts are FP8.
 PARTED_EXPERTS = """\
 **Nor can
@@ -372,6 +375,9 @@ def _loading(architecture: str, scales: Scales, form: HfLayout) -> str:
     if not form.loads_in_transformers:
         readers = MODELOPT_READERS["tensor" if scales.tensor_weights else "channel"]
         return MODELOPT.format(readers=readers, skips=f" {form.vllm_skips}" if form.vllm_skips else "")
+    if form.experts and form.unread:
+        reason = UNREAD_EXPERTS.format(architecture=architecture)
+        return UNREAD_MIXTURE.format(reason=reason, remedy=f"{STACKED_EXPERTS[0].upper()}{STACKED_EXPERTS[1:]}")
     if form.experts:
         remark = mixed_experts_warning(form.layers, scales)
         dynamic = form.experts.isdisjoint(scales.static_inputs) and form.experts.isdisjoint(scales.in_form(BF16))
@@ -381,7 +387,7 @@ def _loading(architecture: str, scales: Scales, form: HfLayout) -> str:
         return MIXTURE.format(vllm=f"{NO_EXPERT_WEIGHTS_ALONE}." if alone else vllm)
     hosted = CACHE_SCALES_APART if cache_parts == "kv" and not form.cache else HOSTED[cache_parts]
     return LOADABLE.format(
-        auto="AutoModelForMultimodalLM" if form.towers else "AutoModelForCausalLM",
+        auto=form.auto,
         attention=f', attn_implementation="{form.attention}"' if form.attention else "",
         hosted=HOSTED_BF16_LAYERS.format(skips=form.vllm_skips) if form.vllm_skips else hosted,
     )

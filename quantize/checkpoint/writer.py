@@ -19,7 +19,7 @@ Tokenizer and chat templates lie beside the weights (`tokenizer_files`).
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -66,6 +66,7 @@ def quantize_checkpoint(
     tokenizer and no model card. Raises InputError when the source stores a module's weight under another name than
     transformers does.
     """
+    source = replace(source, parts=layout.parts)
     weights = source.weights()
     modules = {source.stored(f"{module}.weight"): module for module in scales.modules}
     missing = [modules[name] for name in modules if name not in weights.names()]

@@ -157,16 +157,16 @@ class _Judge:
             return Judgement(module_name, TURNED, place=place)
         as_stored = not operations and shape == tuple(self.tensors[target].shape)
         patched = MODULES_TO_PATCH_FOR_QUANTIZATION.get(type(module).__name__, {})
-        if as_stored and module_name in self.fused:
-            if not self.table.reads_single_experts(leaf):
-                return Judgement(module_name, WHOLE, place=place)
-            return Judgement(module_name, place=place, parts=("",))
         if as_stored and patched and leaf in Expert.fused:
             stem = name.rpartition(".")[0]
             parts = tuple(f"{stem}.{index}.{part}" for index in range(shape[0]) for part in Expert.fused[leaf])
             return Judgement(module_name, place=place, parts=parts, turned=True)
         if getattr(module, "is_transposed", False):
             return Judgement(module_name, TURNED, place=place)
+        if as_stored and module_name in self.fused:
+            if not self.table.reads_single_experts(leaf):
+                return Judgement(module_name, WHOLE, place=place)
+            return Judgement(module_name, place=place, parts=("",))
         return Judgement(module_name, f"{type(module).__name__}: experts in a form of their own", place=place)
 
     def _place(self, module: str) -> Place:

@@ -22,12 +22,13 @@ from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedM
 from transformers.cache_utils import DynamicLayer
 
 from ...calibrate.checkpoint.adapter import open_adapter
+from ...calibrate.checkpoint.weights import TensorPart
 from ...calibrate.input.untrusted import error_text, foreign
 from ...calibrate.model.adapter_addition import attach_adapter
 from ...calibrate.model.bf16_gemms import compute_gemms_in_fp32
 from ...calibrate.model.caches import new_cache
 from ...calibrate.model.expert_modules import Experts
-from ...calibrate.model.expert_names import Conversions
+from ...calibrate.model.expert_names import Conversions, views
 from ...calibrate.model.gemms import attention_modules, output_channel_axis
 from ...calibrate.model.load import decoder_lists, load_beside_layers, renamed_in
 from ...calibrate.model.skeleton import skeleton
@@ -170,9 +171,13 @@ class StoredCodes:
         self.forms = forms_in(fields)
         self.bf16_cache = frozenset(bf16_caches_in(fields))
         self.call = CallPositions()
-        self.where = tensor_files(directory)
-        self._shards = {file: safe_open(directory / file, "pt") for file in set(self.where.values())}
-        shapes = {name: tuple(self._shards[file].get_slice(name).get_shape()) for name, file in self.where.items()}
+        files = tensor_files(directory)
+        self._shards = {file: safe_open(directory / file, "pt") for file in set(files.values())}
+        stored = {name: tuple(self._shards[file].get_slice(name).get_shape()) for name, file in files.items()}
+        stacks = views(model, stored) if any(len(shape) == 3 for shape in stored.values()) else {}
+        self._parts = stacks or {name: TensorPart(name) for name in files}
+        self.where = {name: files[part.tensor] for name, part in self._parts.items()}
+        shapes = {name: part.shape(stored[part.tensor]) for name, part in self._parts.items()}
         self._renamed = with_cache_scales(renamed_in(config, shapes), self.where)
         self._model_names = {under: name for name, under in self._renamed.items()}
 
@@ -204,8 +209,8 @@ class StoredCodes:
     def read(self, name: str) -> torch.Tensor:
         """Read the tensor that the model calls `name`, onto the device."""
         under = self._renamed.get(name, name)
-        tensor: torch.Tensor = self._shards[self.where[under]].get_tensor(under).to(self.device)
-        return tensor
+        part = self._parts[under]
+        return part.cut(self._shards[self.where[under]].get_tensor(part.tensor)).to(self.device)
 
     def converted(self, names: Sequence[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Those of the model's tensors `names` that are several stored ones in a row, as `dtype` on the device."""

@@ -35,7 +35,7 @@ from ...calibrate.measure.moments import shrink
 from ...calibrate.measure.stream import LayerSteps, states_in_turn
 from ...calibrate.model.caches import new_cache
 from ...calibrate.model.decoder import LayerCall, NoChainError
-from ...calibrate.model.expert_modules import experts_of, full_input_module, routed_gemms
+from ...calibrate.model.expert_modules import Experts, experts_of, full_input_module, routed_gemms
 from ...calibrate.model.gemms import output_channel_axis
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
@@ -342,15 +342,15 @@ class SequentialRounding(Chain):
         """
         choices: dict[str, torch.Tensor] = {}
 
-        def recorder(name: str) -> Callable[[nn.Module, Arguments, dict[str, torch.Tensor]], None]:
+        def recorder(name: str, experts: Experts) -> Callable[[nn.Module, Arguments, dict[str, torch.Tensor]], None]:
             def hook(module: nn.Module, arguments: Arguments, named: dict[str, torch.Tensor]) -> None:
-                choices[name] = named["top_k_index"] if "top_k_index" in named else arguments[1]
+                choices[name] = experts.choices(*arguments, **named)
 
             return hook
 
         with ExitStack() as stack:
             for name, module in experts_of(self.model).items():
-                stack.callback(module.register_forward_pre_hook(recorder(name), with_kwargs=True).remove)
+                stack.callback(module.register_forward_pre_hook(recorder(name, module), with_kwargs=True).remove)
             yield choices
 
     @contextmanager

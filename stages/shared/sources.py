@@ -102,7 +102,7 @@ def check_stored(source: Source, model: PreTrainedModel) -> None:
                 source.name,
                 f"{source.architecture} stores no {name}.weight, which transformers makes of other tensors when it "
                 "loads them, so that its codes have no place",
-                "give a checkpoint that stores it",
+                "give a checkpoint that stores it, or use `fp8q convert`",
             )
 
 

@@ -25,7 +25,7 @@ from fp8q.quantize.reading.fp8_tensors import open_checkpoint
 from fp8q.stages.convert import convert
 from fp8q.stages.convert_directory import PROGRESS
 
-from ..mixtures import random_ernie, random_mixture, random_of
+from ..mixtures import WITHOUT_GATE, random_ernie, random_mixture, random_of
 from ..quantize.reading.fp8_checkpoints import compressed, fine_grained, modelopt
 
 Fp8q = Callable[..., Any]
@@ -389,6 +389,38 @@ def test_experts_that_are_stored_in_out_are_turned_as_they_are_written(
         assert float((got - wanted.float()).abs().max() / wanted.abs().max()) < 0.04
     loaded: Any = AutoModelForCausalLM.from_pretrained(found.path, output_loading_info=True)
     assert not any(loaded[1].values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["dynamic", "block"])
+def test_experts_without_a_gate_are_converted_under_their_names(form: str, tmp_path: Path) -> None:
+    """Nemotron 3's: two weights an expert, a state's gates in BF16; transformers loads all of it."""
+    from transformers import AutoModelForCausalLM
+
+    source = random_of(tmp_path / "nemotron", *WITHOUT_GATE)
+    found = convert(str(source), tmp_path / "fp8", BLOCK if form == "block" else DYNAMIC, SILENT)
+    stored, made = load_file(source / SINGLE), dequantized(found.path)
+    assert stored.keys() == made.keys()
+    experts = {name for name in stored if ".experts." in name}
+    assert experts == {
+        f"backbone.layers.1.mixer.experts.{number}.{gemm}.weight"
+        for number in range(4)
+        for gemm in ("up_proj", "down_proj")
+    }
+    written = {name: tensor for file in found.path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert {written[name].dtype for name in experts} == {torch.float8_e4m3fn}
+    for name in experts:  # half a step of three bits is a sixteenth of a value
+        assert float((made[name] - stored[name]).abs().max() / stored[name].abs().max()) < 0.07
+    kept = {name for name, tensor in written.items() if tensor.dtype == torch.bfloat16 and tensor.dim() == 2}
+    assert not kept & experts
+    assert "backbone.layers.1.mixer.gate.weight" in kept
+    loaded: Any = AutoModelForCausalLM.from_pretrained(found.path, dtype=torch.bfloat16, output_loading_info=True)
+    assert not any(loaded[1].values())
+    original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    with torch.no_grad():
+        ours, theirs = (model(input_ids=TOKENS).logits.float() for model in (loaded[0], original))
+    assert 0 < float((ours - theirs).norm() / theirs.norm()) < 0.3
+    assert not [finding for finding in checkpoint_findings(found.path)[1] if finding.severity == "error"]
 
 
 def test_a_large_matrix_is_cut_into_parts(

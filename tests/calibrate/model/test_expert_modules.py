@@ -14,10 +14,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fp8q.calibrate.model.bf16_gemms import gemms_in_fp32
 from fp8q.calibrate.model.expert_modules import (
+    AlternatingExpert,
     Expert,
     Experts,
+    ExpertsOfScaledInputs,
     ExpertWithoutGate,
     ExpertWithOwnGate,
+    ScaledInputExpert,
     computes_the_same,
     experts_of,
     routes,
@@ -25,7 +28,15 @@ from fp8q.calibrate.model.expert_modules import (
 )
 from fp8q.calibrate.model.source import load_model, meta_model, open_source
 
-from ...mixtures import MIXTURES, WITH_OWN_GATE, WITHOUT_GATE, random_mixture, random_of
+from ...mixtures import (
+    ALTERNATING,
+    MIXTURES,
+    SCALED_INPUTS,
+    WITH_OWN_GATE,
+    WITHOUT_GATE,
+    random_mixture,
+    random_of,
+)
 from ...noise import SAME_CODES, largest_noise
 from .damage import refusal, rewrite
 
@@ -55,11 +66,19 @@ def test_logits_are_those_of_transformers(name: str, original: bool, tmp_path: P
     check_logits(load_model(source, torch.float32), load_model(source, torch.bfloat16), path)
 
 
-@pytest.mark.parametrize(("mixture", "form"), [(WITHOUT_GATE, ExpertWithoutGate), (WITH_OWN_GATE, ExpertWithOwnGate)])
+@pytest.mark.parametrize(
+    ("mixture", "form"),
+    [
+        (WITHOUT_GATE, ExpertWithoutGate),
+        (WITH_OWN_GATE, ExpertWithOwnGate),
+        (ALTERNATING, AlternatingExpert),
+        (SCALED_INPUTS, ScaledInputExpert),
+    ],
+)
 def test_other_forms_compute_what_transformers_does(
     mixture: tuple[str, dict[str, Any]], form: type[Expert], tmp_path: Path
 ) -> None:
-    """Nemotron 3's experts have no gate, MiniMax-M3's limit it."""
+    """Nemotron 3's experts have no gate, MiniMax-M3's limit it, gpt_oss's have biases too, Llama 4's scaled inputs."""
     path = random_of(tmp_path / "model", *mixture)
     source = open_source(str(path))
     fp32 = load_model(source, torch.float32)
@@ -215,9 +234,27 @@ class LimitedByFunction(Fused):
         return (up + 1) * gate
 
 
+def test_the_parts_of_a_stack_whose_gate_and_up_take_turns(tmp_path: Path) -> None:
+    """By hand: of [experts, in, 2 · inner] the even columns of an expert are its gate's rows, of biases the same."""
+    path = random_of(tmp_path / "model", *ALTERNATING)
+    weights = open_source(str(path)).weights()
+    with safe_open(path / "model.safetensors", "pt") as file:
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    experts = "model.layers.1.mlp.experts"
+    stack, biases = stored[f"{experts}.gate_up_proj"], stored[f"{experts}.gate_up_proj_bias"]
+    for gemm, start in (("gate_proj", 0), ("up_proj", 1)):
+        assert torch.equal(weights.tensor(f"{experts}.3.{gemm}.weight"), stack[3, :, start::2].T)
+        assert torch.equal(weights.tensor(f"{experts}.3.{gemm}.bias"), biases[3, start::2])
+        assert weights.shape(f"{experts}.3.{gemm}.weight") == (96, 64)
+        assert weights.shape(f"{experts}.3.{gemm}.bias") == (96,)
+    assert torch.equal(weights.tensor(f"{experts}.3.down_proj.weight"), stored[f"{experts}.down_proj"][3].T)
+    assert torch.equal(weights.tensor(f"{experts}.3.down_proj.bias"), stored[f"{experts}.down_proj_bias"][3])
+    assert not any(name.endswith(("gate_up_proj", "_bias")) for name in weights.names())
+
+
 def test_a_class_is_taken_for_what_it_computes() -> None:
     assert computes_the_same(Fused(), Expert)
-    assert not computes_the_same(Interleaved(), Expert)
+    assert not any(computes_the_same(Interleaved(), form) for form in (Expert, ScaledInputExpert))
     assert not computes_the_same(Limited(), Expert)
     assert computes_the_same(LimitedByFunction(), ExpertWithOwnGate)
     assert not computes_the_same(LimitedByFunction(), Expert)
@@ -254,6 +291,33 @@ def test_showing_every_expert_every_token_changes_no_output() -> None:
     assert module.shown == "routed"
 
 
+def test_experts_of_scaled_inputs_read_what_is_not_zero() -> None:
+    """Three tokens for each of three experts: expert 0 has token 1, expert 2 tokens 0 and 2; windows of one token."""
+    torch.manual_seed(0)
+    module = ExpertsOfScaledInputs(ScaledInputExpert(8, 6, nn.SiLU(), torch.empty(0)) for _ in range(3))
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    x = torch.zeros(9, 8)
+    x[[1, 6, 8]] = torch.randn(3, 8)
+    seen: list[torch.Tensor] = []
+    late: list[list[int]] = []
+    module.input.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    hooks = [
+        expert.register_forward_pre_hook(lambda *_: late.append(module.rows_from(1, 3).tolist()))
+        for expert in module.experts
+    ]
+    y = module(x)
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(torch.cat(seen), x[[1, 6, 8]])
+    assert module.choices(x).tolist() == [[0], [2], [2]]
+    assert late == [[0], [1]]
+    wanted = torch.zeros(9, 8)
+    wanted[1] = module.experts[0](x[1:2])[0]
+    wanted[[6, 8]] = module.experts[2](x[[6, 8]])
+    assert torch.allclose(y, wanted, atol=1e-6)
+
+
 def test_on_the_meta_device_all_experts_see_the_layers_own_input(tmp_path: Path) -> None:
     model: Any = meta_model(open_source(str(random_mixture(tmp_path / "olmoe", "olmoe"))))
     got: list[object] = []
@@ -271,8 +335,6 @@ def test_on_the_meta_device_all_experts_see_the_layers_own_input(tmp_path: Path)
 @pytest.mark.parametrize(
     ("model_type", "architecture", "module", "kind"),
     [
-        ("gpt_oss", "GptOssForCausalLM", "model.layers.0.mlp.experts", "GptOssExperts"),
-        ("llama4_text", "Llama4ForCausalLM", "model.layers.0.feed_forward.experts", "Llama4TextExperts"),
         ("jetmoe", "JetMoeForCausalLM", "model.layers.0.mlp.input_linear", "JetMoeParallelExperts"),
         ("longcat_flash", "LongcatFlashForCausalLM", "model.layers.0.mlp.experts", "LongcatFlashExperts"),
     ],
@@ -286,7 +348,7 @@ def test_other_forms_are_refused_by_name(
     assert refusal(path) == (
         f"{path}: {architecture} is a mixture of experts ({module}, {kind}) in a form that fp8q does not do for now: "
         "its weights are not gate_up_proj (or up_proj) and down_proj alone, or it computes something else with "
-        "them; give a model of another architecture"
+        "them; give a model of another architecture, or use `fp8q convert`"
     )
 
 

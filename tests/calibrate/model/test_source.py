@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from published_classes import checkpoint
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -22,6 +23,7 @@ from transformers import (
 from fp8q.calibrate.checkpoint.weights import check_finite
 from fp8q.calibrate.model.architecture import max_positions
 from fp8q.calibrate.model.bf16_gemms import gemms_in_fp32
+from fp8q.calibrate.model.classes import auto_class
 from fp8q.calibrate.model.source import Source, load_model, meta_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 
@@ -109,6 +111,21 @@ def test_the_model_is_the_one_transformers_loads(
     load_tokenizer(open_source(demo.name))
     load_model(demo, torch.bfloat16)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_class_that_transformers_lists_among_those_that_see_is_made_by_the_auto_class_of_these(
+    tmp_path: Path,
+) -> None:
+    """Mistral 4's causal language model was "not a causal language model"."""
+    path = checkpoint(tmp_path / "model", "Mistral4ForCausalLM")
+    source = open_source(str(path))
+    assert source.architecture == "Mistral4ForCausalLM"
+    assert auto_class(source.config) is transformers.AutoModelForMultimodalLM
+    ids = torch.arange(3, 51)[None]
+    with torch.inference_mode():
+        ours = load_model(source, torch.float32)(ids).logits
+        theirs = transformers.Mistral4ForCausalLM.from_pretrained(path, dtype=torch.float32)(ids).logits
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 def test_what_was_silenced_speaks_again(demo: Source) -> None:

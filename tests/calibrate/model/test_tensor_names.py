@@ -83,7 +83,8 @@ def test_what_transformers_cuts_out_of_a_stored_tensor_is_refused_by_name(saved:
         gemms_of(open_source(str(path)))
     assert str(refused.value) == (
         f"{path}: HrmTextForCausalLM stores no model.L_module.layers.0.self_attn.q_proj.weight, which transformers "
-        "makes of other tensors when it loads them, so that its codes have no place; give a checkpoint that stores it"
+        "makes of other tensors when it loads them, so that its codes have no place; give a checkpoint that stores it, "
+        "or use `fp8q convert`"
     )
 
 
