@@ -137,7 +137,7 @@ def test_a_gemm_without_finite_gradients_has_the_codes_of_gptq_and_is_named(
 
 @pytest.mark.slow
 def test_experts_are_rounded_as_without_and_are_named_once(calibrated: Callable[..., Run], tmp_path: Path) -> None:
-    run = calibrated(random_mixture(tmp_path / "mixture", "mixtral"), min_expert_tokens=1)
+    run = calibrated(random_mixture(tmp_path / "mixture", "qwen3_moe"), min_expert_tokens=1)
     before = codes(run)
     experts = {module for module in before if ".experts." in module}
     assert len(experts) == 2 * 4 * 3
