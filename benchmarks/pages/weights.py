@@ -1,5 +1,6 @@
 """The tables of docs/weights.md: what choosing and rounding weights gives, and takes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from markdown import MEGABYTE, Figures, gigabytes, load, table
@@ -32,20 +33,18 @@ LEVER_TITLES = {
     "gptq, then learned": "`gptq`, 64 windows, then `fp8q distill`",
     "output side": "the same, `--weigh-outputs 20`",
 }
-#: A model -> its result with the row of the output side, behind the row that it goes on from.
-OUTPUT_SIDE = {"SmolLM2-135M": "weight_levers_outputs"}
+#: A model -> its results with rows of the output side, each behind the row that it goes on from.
+OUTPUT_SIDE = {
+    "SmolLM2-135M": ("weight_levers_outputs",),
+    "Gemma 3 270M": ("weight_levers_outputs_gemma3",),
+}
 
 
 def weight_levers() -> str:
     """What each lever leaves of the loss of weights in real models, beside its time and bytes."""
     cells = []
     for model, results in LEVERS.items():
-        rows = dict[str, Any]()
-        for result in results:
-            (measured,) = load(result)["results"].values()
-            same = rows.keys() & {"BF16", "gptq"}  # measured again beside each part of the rows
-            rows |= {name: row for name, row in measured["rows"].items() if name not in same}
-        for name, row in rows.items():
+        for name, row in _rows_of(results).items():
             cells.append(
                 [
                     model,
@@ -63,12 +62,21 @@ def weight_levers() -> str:
     return table(head, cells)
 
 
+def _rows_of(results: Sequence[str]) -> dict[str, Any]:
+    """The rows of all `results` of a model, of which BF16's and GPTQ's are measured again beside each part."""
+    rows = dict[str, Any]()
+    for result in results:
+        (measured,) = load(result)["results"].values()
+        same = rows.keys() & {"BF16", "gptq"}
+        rows |= {name: row for name, row in measured["rows"].items() if name not in same}
+    return rows
+
+
 def output_side() -> str:
     """What the output side leaves of the loss of weights, beside that of the rows before it."""
     cells = []
-    for model, result in OUTPUT_SIDE.items():
-        (measured,) = load(result)["results"].values()
-        for name, row in measured["rows"].items():
+    for model, results in OUTPUT_SIDE.items():
+        for name, row in _rows_of(results).items():
             cells.append(
                 [
                     model,
@@ -83,16 +91,15 @@ def output_side() -> str:
                     f"{row['seconds'] / 60:.1f}" if "seconds" in row else "",
                 ]
             )
-    ratios = ["over BF16's", "over `gptq`", "over the row above"]
+    ratios = ["over BF16's", "over `gptq`", "over its start"]
     return table(["model", "weights", "KL × 10⁶", *ratios, "median", "perplexity", "flips", "minutes"], cells)
 
 
 def output_side_codes() -> str:
     """The share of codes that the output side changes, by kind of GEMM."""
     rows = []
-    for model, result in OUTPUT_SIDE.items():
-        (measured,) = load(result)["results"].values()
-        changed = measured["rows"]["output side"]["changed"]
+    for model, results in OUTPUT_SIDE.items():
+        changed = _rows_of(results)["output side"]["changed"]
         rows.append([model, *(f"{share:.0%}" for share in changed.values())])
     return table(["codes that differ", *(f"`{kind}`" for kind in changed)], rows)
 

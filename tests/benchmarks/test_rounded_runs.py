@@ -1,6 +1,7 @@
 """Rows of weights and inputs of models that people know: what is chosen, counted and left for another call."""
 
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,7 +80,7 @@ def test_rows_that_are_in_the_folder_are_not_made_again(
     runs = RoundedRuns("demo", asked, tmp_path)
     rows = {row: runs.rounded(row) for row in (WEIGHED, GPTQ)}
     source = source_of(runs.run)
-    tokens = {row: runs.tokens(row, lambda row=row: quantized(source, rows[row].weights, {})) for row in rows}
+    tokens = {row: runs.tokens(row, partial(quantized, source, made.weights, {})) for row, made in rows.items()}
     assert (tokens[WEIGHED].kl != tokens[GPTQ].kl).any()
     assert rows[WEIGHED].seconds > 0
 

@@ -13,7 +13,7 @@ from fp8q.core.reporter import Silent
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, RescaleOptions
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.quantize.sensitivity import output_moments
+from fp8q.quantize.sensitivity.first_tokens import output_gradients
 from fp8q.quantize.sensitivity.output_moments import LayerGradients, OutputMoments
 from fp8q.stages import output_moments as stage
 
@@ -114,15 +114,14 @@ def test_a_gemm_without_finite_gradients_has_the_codes_of_gptq_and_is_named(
     calibrated: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = "model.layers.1.self_attn.k_proj"
-    gradients = output_moments.output_gradients
 
     def broken(*arguments: Any) -> Any:
-        of_names, back = gradients(*arguments)
+        of_names, back = output_gradients(*arguments)
         return {name: gradient * (torch.nan if name == module else 1) for name, gradient in of_names.items()}, back
 
     run = calibrated()
     before = codes(run)
-    monkeypatch.setattr(output_moments, "output_gradients", broken)
+    monkeypatch.setattr("fp8q.quantize.sensitivity.output_moments.output_gradients", broken)
     api.scales(run.root, RescaleOptions(weigh_outputs=6))
     revised = differing(before, codes(run))
     assert module not in revised
