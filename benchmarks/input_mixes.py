@@ -143,7 +143,7 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
             judged = f"inputs, {row}" if inputs else WEIGHED
             tokens[row] = runs.tokens(judged, partial(quantized, source, weights, inputs))
             figures: dict[str, Any] = summary(tokens[row])
-            figures["kl_over_bf16"] = round(tokens[row].kl.mean() / tokens[BF16].kl.mean(), 2)
+            figures["kl_over_bf16"] = round(float(tokens[row].kl.mean() / tokens[BF16].kl.mean()), 2)
             figures["kl_over_dynamic"], figures["ratio_interval"] = ratio(tokens[row], tokens[DYNAMIC_GPTQ])
             figures["operations"] = round(operations(sizes, modules), 4)
             figures["exact"] = kinds(modules)

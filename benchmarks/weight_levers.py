@@ -149,7 +149,7 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
             figures: dict[str, Any] = summary(tokens[row])
             over, interval = ratio(tokens[row], tokens[GPTQ])
             figures |= {
-                "kl_over_bf16": round(tokens[row].kl.mean() / tokens[BF16].kl.mean(), 2),
+                "kl_over_bf16": round(float(tokens[row].kl.mean() / tokens[BF16].kl.mean()), 2),
                 "kl_over_gptq": over,
                 "ratio_interval": interval,
                 "seconds": made.seconds,

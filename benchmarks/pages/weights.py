@@ -32,10 +32,11 @@ LEVER_TITLES = {
     "exact": "`--preset exact`, 64 windows",
     "gptq, then learned": "`gptq`, 64 windows, then `fp8q distill`",
     "output side": "the same, `--weigh-outputs 20`",
+    "output side, exact": "the same, `--weigh-outputs 20`",
 }
 #: A model -> its results with rows of the output side, each behind the row that it goes on from.
 OUTPUT_SIDE = {
-    "SmolLM2-135M": ("weight_levers_outputs",),
+    "SmolLM2-135M": ("weight_levers_outputs", "weight_levers_outputs_exact"),
     "Gemma 3 270M": ("weight_levers_outputs_gemma3",),
 }
 
@@ -89,10 +90,13 @@ def output_side() -> str:
                     perplexity(row),
                     flips(row),
                     f"{row['seconds'] / 60:.1f}" if "seconds" in row else "",
+                    f"{row['bytes'] - 1:.1%}" if "bytes" in row else "",
                 ]
             )
     ratios = ["over BF16's", "over `gptq`", "over its start"]
-    return table(["model", "weights", "KL × 10⁶", *ratios, "median", "perplexity", "flips", "minutes"], cells)
+    return table(
+        ["model", "weights", "KL × 10⁶", *ratios, "median", "perplexity", "flips", "minutes", "bytes more"], cells
+    )
 
 
 def output_side_codes() -> str:
