@@ -130,13 +130,24 @@ class Judge:
     """Holds the FP32 model's log-probabilities of some windows on the disk, and compares models with them."""
 
     def __init__(self, model: nn.Module, windows: npt.NDArray[np.int64], folder: Path):
-        """`windows` int64 [windows, tokens]; `folder` takes 4 bytes for each token and word."""
+        """`windows` int64 [windows, tokens]; `folder` takes 4 bytes for each token and word, or has them of a judge of
+        the same before.
+        """
         self.ids = torch.from_numpy(windows)
+        file = folder / "fp32.npy"
+        if not file.is_file():
+            partial = folder / "fp32.partial.npy"
+            self._write(model, partial)
+            partial.rename(file)
+        self.exact = np.load(file, mmap_mode="c")  # "r" would have torch warn of memory that is not to be written
+
+    def _write(self, model: nn.Module, file: Path) -> None:
         size = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
-        self.exact = np.lib.format.open_memmap(folder / "fp32.npy", "w+", np.float32, (*windows.shape, size))
+        exact = np.lib.format.open_memmap(file, "w+", np.float32, (*self.ids.shape, size))
         for window, ids in enumerate(self.ids):
             for positions, logits in _log_probabilities(model, ids, None):
-                self.exact[window, positions] = logits.numpy()
+                exact[window, positions] = logits.numpy()
+        exact.flush()
 
     def compare(self, model: nn.Module, new_cache: Callable[[], Cache] | None = None) -> Tokens:
         """Run `model` on the windows, each with a KV cache that `new_cache` makes (None: without one)."""

@@ -97,6 +97,17 @@ BY_HAND: Mapping[str, str] = {
     "weight_levers_gemma3": "weight_levers.py gemma3 --rows '^(exact|gptq, (weighed|16|the worst)|nearest)'",
     "weight_levers_exact": "weight_levers.py smollm2 --rows '^(gptq, weighed|exact)'",
     "weight_levers_exact_gemma3": "weight_levers.py gemma3 --rows '^(gptq, weighed|exact)'",
+    "input_mixes": "input_mixes.py smollm2 --runs build/runs",
+    "input_mixes_gemma3": (
+        "input_mixes.py gemma3 --rows '^(0% exact$|10%|25%|50%|100%)' --windows 24 --runs build/runs"
+    ),
+    "weight_levers_outputs": "weight_levers.py smollm2 --rows '^(gptq, weighed|output side$)' --runs build/runs",
+    "weight_levers_outputs_exact": (
+        "weight_levers.py smollm2 --rows '^(gptq, weighed|exact$|output side, exact)' --runs build/runs"
+    ),
+    "weight_levers_outputs_gemma3": (
+        "weight_levers.py gemma3 --rows '^(gptq, weighed|output side$)' --windows 24 --runs build/runs"
+    ),
     "real_models_smollm2": "real_models.py smollm2 --rows '^(?!.*sequential)'",
     "real_models_gemma3": "real_models.py gemma3 --rows '^(?!.*(sequential|preset))'",
     "real_models_exact_smollm2": "real_models.py smollm2 --rows '^(BF16|ModelOpt|.*(preset|queries))'",

@@ -124,6 +124,8 @@ PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
     "docs/decisions/0091-a-class-says-what-is-linear.md": guides.CLASSES,
     "docs/decisions/0094-one-reader-of-chats.md": accuracy.CHAT_TABLES,
     "docs/decisions/0101-amax-is-the-clip.md": choosing_scales.DECISION_TABLES,
+    "docs/decisions/0125-the-output-side-of-gptq.md": weights.OUTPUT_TABLES,
+    "docs/decisions/0126-the-costliest-inputs-are-exact.md": forms.KIND_TABLES,
 }
 #: Picture -> what draws it.
 PICTURES: Mapping[str, Callable[[], Plot]] = accuracy.PICTURES

@@ -1,49 +1,66 @@
 """What lowers the loss of weights in FP8 on two LLMs that people know, at how many minutes and bytes?
 
-    python benchmarks/weight_levers.py [smollm2 gemma3] [--rows PATTERN] [--samples 64] [--windows 24] [--save NAME]
+    python benchmarks/weight_levers.py [smollm2 gemma3] [--rows PATTERN] [--samples 64] [--windows 24] [--runs FOLDER]
+        [--save NAME]
 
-The protocol is that of `real_models.py`, but for windows of 512 tokens of the calibration text for both models:
-WikiText-2, calibrated on the validation text, KL from FP32 on windows of the test text, inputs exact, everything in
-FP32. Each row changes one thing about GPTQ of 64 windows: how it rounds, how
-much text it sees, how it weighs first tokens, the modules that stay in BF16 (those of the largest predicted loss a
-byte, up to 3 % more bytes, one by one, where `--bf16-weights` keeps together what servers join), or codes learned
-afterwards from the same text. `exact` is all that `--preset exact` does for weights. Beside the KL stands its ratio to
-that of GPTQ by the same windows, since one token can be a tenth of a mean; the seconds that making it took here; and
-the bytes of weights over those of FP8 alone. The floor is BF16 itself, computed in BF16. Prints one JSON line; exit
-status 2 where a package or text is not there.
+The protocol is that of `rounded_runs.py`: WikiText-2, calibrated on the validation text, KL from FP32 on windows of the
+test text, inputs exact, everything in FP32. Each row changes one thing about GPTQ of 64 windows: how it rounds, how
+much text it sees, how it weighs first tokens, what it knows of outputs, the modules that stay in BF16 (those of the
+largest predicted loss a byte, up to 3 % more bytes, one by one, where `--bf16-weights` keeps together what servers
+join), or codes learned afterwards from the same text. `exact` is all that `--preset exact` does for weights. Beside the
+KL stands its ratio to BF16's own, and to those of GPTQ and of the row that this one goes on from, by the same windows,
+since one token can be a tenth of a mean; the recorded seconds of the stages that made it here; and the bytes of weights
+over those of FP8 alone. A row that revises codes says for each kind of GEMM the share that differ. The floor is BF16
+itself, computed in BF16. With `--runs` a call that was killed goes on. Prints one JSON line; exit status 2 where a
+package or text is not there.
 """
 
 import argparse
 import re
 import sys
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import torch
-from real_checkpoints import checkpoint
-from real_models import PROTOCOL, Judge, asked_of, evaluation_windows, ratio, summary
-from real_rows import BF16, Weights, bf16_model, quantized, stored_weights
+from real_models import asked_of, ratio, summary
+from real_rows import BF16, Weights, bf16_model, quantized
 from result import arguments, described, publish
+from rounded_runs import (
+    CALIBRATION_CONTEXT,
+    EXACT,
+    EXACT_OUTPUT_SIDE,
+    GPTQ,
+    OUTPUT_SIDE,
+    PLAIN,
+    RESCALED,
+    WEIGHED,
+    Rounded,
+    RoundedRuns,
+    rounded_runs,
+    runs_argument,
+    with_seconds,
+)
 
-from fp8q.api import CalibrateOptions, ExportOptions, calibrate, distill, sensitivity
-from fp8q.calibrate.model.source import load_model
+from fp8q.api import RescaleOptions, distill, scales, sensitivity
 from fp8q.core.run import Run
-from fp8q.options import PRESETS, WeightRounding
 from fp8q.stages.shared.sources import source_of
 
-#: Tokens of a calibration window.
-CALIBRATION_CONTEXT = 512
 #: Calibration windows of the rows that see more or less text than GPTQ's.
 MORE_AND_LESS = (16, 256)
 #: The share of bytes that modules in BF16 may add.
 BF16_BYTES = 0.03
-GPTQ, WORST, LEARNED = "gptq", "gptq, the worst in BF16", "gptq, then learned"
-WEIGHED, EXACT = "gptq, weighed first token", "exact"
-#: The rows that begin with the run of GPTQ, whose seconds they take too.
-OF_THE_RUN = (GPTQ, WORST, LEARNED)
+WORST, LEARNED, OUTPUT_SIDE_LEARNED = "gptq, the worst in BF16", "gptq, then learned", f"{OUTPUT_SIDE}, then learned"
+#: Row -> the row that it goes on from.
+STARTS = {
+    WEIGHED: GPTQ,
+    OUTPUT_SIDE: WEIGHED,
+    EXACT: WEIGHED,
+    EXACT_OUTPUT_SIDE: EXACT,
+    LEARNED: GPTQ,
+    OUTPUT_SIDE_LEARNED: OUTPUT_SIDE,
+}
+#: Rows whose codes are those of their start, but for some.
+REVISED = (OUTPUT_SIDE, EXACT_OUTPUT_SIDE, LEARNED, OUTPUT_SIDE_LEARNED)
 
 
 def without_the_worst(run: Run, weights: Weights) -> Weights:
@@ -67,75 +84,91 @@ def share_of_bytes(weights: Weights, every: Weights) -> float:
     return 2 - sum(weight.numel() for weight in weights.values()) / sum(weight.numel() for weight in every.values())
 
 
+def changed(weights: Weights, start: Weights) -> dict[str, float]:
+    """Kind of GEMM, which is the last part of its name -> the share of its codes that are not those of `start`."""
+    counts: dict[str, tuple[int, int]] = {}
+    for module, weight in weights.items():
+        kind = module.rpartition(".")[2]
+        differing, every = counts.get(kind, (0, 0))
+        counts[kind] = differing + int((weight != start[module]).sum()), every + weight.numel()
+    return {kind: round(differing / every, 4) for kind, (differing, every) in counts.items()}
+
+
+def rows_of(runs: RoundedRuns) -> dict[str, Callable[[], Rounded]]:
+    """Row -> what makes its weights."""
+
+    def calibrated(row: str, **chosen: Any) -> Callable[[], Rounded]:
+        root = runs.folder / f"run, {row}"
+        return lambda: runs.rounded(row, lambda: with_seconds(runs.calibrated(root, **chosen)))
+
+    def worst() -> Rounded:
+        run = runs.copied("copy")
+        scales(run.root, RescaleOptions(**PLAIN))
+        weights = without_the_worst(run, runs.rounded(GPTQ).weights)
+        return Rounded(weights, runs.rounded(GPTQ).seconds + run.record().stages["sensitivity"].seconds)
+
+    def learned(row: str) -> Callable[[], Rounded]:
+        def make() -> tuple[Run, float]:
+            start = STARTS[row]
+            run = runs.copied("copy")
+            scales(run.root, RescaleOptions(**PLAIN | RESCALED[start]))
+            distill(run.root)
+            return run, runs.rounded(start).seconds + run.record().stages["distill"].seconds
+
+        return lambda: runs.rounded(row, make)
+
+    def rescaled(row: str) -> Callable[[], Rounded]:
+        return lambda: runs.rounded(row)
+
+    samples = runs.asked.samples
+    others = {f"gptq, {windows} windows": windows for windows in MORE_AND_LESS}
+    return {
+        "nearest": calibrated("nearest", weight_rounding="nearest"),
+        **{row: calibrated(row, weight_rounding="gptq", samples=windows) for row, windows in others.items()},
+        "sequential": calibrated("sequential", weight_rounding="sequential", samples=samples),
+        **{row: rescaled(row) for row in RESCALED if row != GPTQ},
+        WORST: worst,
+        LEARNED: learned(LEARNED),
+        OUTPUT_SIDE_LEARNED: learned(OUTPUT_SIDE_LEARNED),
+    }
+
+
 def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
     """Row -> its figures, seconds and bytes."""
-    directory = checkpoint(name, asked.folder)
-    context, count = PROTOCOL[name]
-    with tempfile.TemporaryDirectory(dir=asked.folder) as scratch:
-        folder = Path(scratch)
-
-        def made(name: str, samples: int, **chosen: Any) -> Run:
-            shape = {"samples": samples, "seq_len": CALIBRATION_CONTEXT, "activation_terms": 2}
-            options = CalibrateOptions(**shape | chosen)
-            run = folder / f"{name}-{samples}"
-            return calibrate(str(directory), asked.data, run, asked.eval_data, options, ExportOptions(graph=False))
-
-        def calibrated(rounding: WeightRounding, samples: int) -> Run:
-            return made(rounding, samples, weight_rounding=rounding)
-
-        def by_preset(name: str, *options: str) -> Callable[[], Weights]:
-            chosen = {name: value for name, value in PRESETS["exact"].items() if not options or name in options}
-            return lambda: stored_weights(made(name, asked.samples, **chosen))
-
-        def codes(rounding: WeightRounding, samples: int) -> Callable[[], Weights]:
-            return lambda: stored_weights(calibrated(rounding, samples))
-
-        def learned() -> Weights:
-            run = calibrated("gptq", asked.samples)
-            distill(run.root)
-            return stored_weights(run)
-
-        start = time.monotonic()
-        run = calibrated("gptq", asked.samples)
-        seconds = time.monotonic() - start
-        source, gptq = source_of(run), stored_weights(run)
-        judge = Judge(
-            load_model(source, torch.float32, "cpu"), evaluation_windows(run, context, asked.windows or count), folder
-        )
-        rows: dict[str, Callable[[], Weights]] = {
-            GPTQ: lambda: gptq,
-            "nearest": codes("nearest", asked.samples),
-            **{f"gptq, {samples} windows": codes("gptq", samples) for samples in MORE_AND_LESS},
-            "sequential": codes("sequential", asked.samples),
-            WEIGHED: by_preset("weighed", "weight_rounding", "weigh_first_token"),
-            EXACT: by_preset("exact"),
-            WORST: lambda: without_the_worst(run, gptq),
-            LEARNED: learned,
-        }
-        tokens = {BF16: judge.compare(bf16_model(source)), GPTQ: judge.compare(quantized(source, gptq, {}))}
+    with rounded_runs(name, asked) as runs:
+        gptq = runs.rounded(GPTQ)
+        source = source_of(runs.run)
+        makers: dict[str, Callable[[], Rounded]] = {GPTQ: lambda: gptq, **rows_of(runs)}
+        tokens = {BF16: runs.tokens(BF16, lambda: bf16_model(source))}
         results: dict[str, Any] = {BF16: summary(tokens[BF16])}
-        for row, make in rows.items():
+        for row, make in makers.items():
             if row != GPTQ and not re.search(asked.rows, row):
                 continue
-            start = time.monotonic()
-            weights = make()
-            taken = time.monotonic() - start + (seconds if row in OF_THE_RUN else 0)
-            compared = tokens[row] if row in tokens else judge.compare(quantized(source, weights, {}))
-            over, interval = ratio(compared, tokens[GPTQ])
-            results[row] = summary(compared) | {
+            made = make()
+            tokens[row] = runs.tokens(row, partial(quantized, source, made.weights, {}))
+            figures: dict[str, Any] = summary(tokens[row])
+            over, interval = ratio(tokens[row], tokens[GPTQ])
+            figures |= {
+                "kl_over_bf16": round(float(tokens[row].kl.mean() / tokens[BF16].kl.mean()), 2),
                 "kl_over_gptq": over,
                 "ratio_interval": interval,
-                "seconds": round(taken, 1),
-                "bytes": round(share_of_bytes(weights, gptq), 4),
+                "seconds": made.seconds,
+                "bytes": round(share_of_bytes(made.weights, gptq.weights), 4),
             }
-            print(f"{name}: {row}: {results[row]}", file=sys.stderr, flush=True)
-    contexts = {"context": context, "calibration_context": CALIBRATION_CONTEXT}
-    return {**contexts, "evaluation_tokens": int(judge.ids.numel()), "rows": results}
+            start = STARTS.get(row)
+            if start is not None and start in tokens:
+                figures["kl_over_start"], figures["start_interval"] = ratio(tokens[row], tokens[start])
+                if row in REVISED:
+                    figures["changed"] = changed(made.weights, makers[start]().weights)
+            results[row] = figures
+            print(f"{name}: {row}: {figures}", file=sys.stderr, flush=True)
+    contexts = {"context": runs.context, "calibration_context": CALIBRATION_CONTEXT}
+    return {**contexts, "evaluation_tokens": runs.windows * runs.context, "rows": results}
 
 
 def main() -> int:
     """Measure and print."""
-    asked = asked_of(arguments(__doc__))
+    asked = asked_of(runs_argument(arguments(__doc__)))
     head = described("weight_levers")
     results = {name: measure(name, asked) for name in asked.models}
     return publish(head, {"samples": asked.samples, "results": results}, asked.save)

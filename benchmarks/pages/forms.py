@@ -7,7 +7,7 @@ from markdown import load, table
 
 from fp8q.options import CheckpointServer, Kind, Server
 from fp8q.quantize.scales.servers import computes
-from pages.real import kl, perplexity
+from pages.real import flips, kl, perplexity
 
 #: Row of the result -> its name in the table, and the form that fp8q writes of it.
 READERS: Mapping[str, tuple[str, Kind | Literal["every"]]] = {
@@ -42,6 +42,49 @@ def form_costs() -> str:
     return table(["form", *head, "read by"], rows)
 
 
+#: Model -> the result of its mixes; row -> its title.
+MIXES = {"SmolLM2-135M": "input_mixes", "Gemma 3 270M": "input_mixes_gemma3"}
+MIX_TITLES = {
+    "one, gptq": "`one`, `gptq`",
+    "one": "`one`",
+    "dynamic, gptq": "`dynamic`, `gptq`",
+    "0% exact": "`dynamic`",
+    "0% exact, rounded for codes": "`dynamic`, rounded for it",
+    "10% exact": "a tenth exact",
+    "25% exact": "a quarter exact",
+    "down_proj exact": "`*.down_proj=bf16`",
+    "50% exact": "half exact",
+    "100% exact": "`bf16`: all exact",
+}
+
+
+def input_mixes() -> str:
+    """Loss and operations of a scale for each token with the costliest inputs exact."""
+    cells = []
+    for model, result in MIXES.items():
+        (measured,) = load(result)["results"].values()
+        for name in (name for name in MIX_TITLES if name in measured["rows"]):
+            row = measured["rows"][name]
+            low, high = row["ratio_interval"]
+            ratio = f"{row['kl_over_dynamic']:.2f} ({low:.2f} to {high:.2f})"
+            cells.append(
+                [model, MIX_TITLES[name], f"{row['operations']:.0%}", kl(row), ratio, perplexity(row), flips(row)]
+            )
+    return table(["model", "inputs", "operations", "KL × 10⁶", "over `dynamic`, `gptq`", "perplexity", "flips"], cells)
+
+
+def exact_kinds() -> str:
+    """How many inputs of each kind of GEMM are exact at each share."""
+    cells = []
+    for model, result in MIXES.items():
+        (measured,) = load(result)["results"].values()
+        kinds = [*measured["rows"]["100% exact"]["exact"]]
+        for name in ("10% exact", "25% exact", "50% exact"):
+            exact = measured["rows"][name]["exact"]
+            cells.append([model, MIX_TITLES[name], *(str(exact.get(kind, 0)) for kind in kinds)])
+    return table(["model", "inputs", *(f"`{kind}`" for kind in kinds)], cells)
+
+
 def _read_by(kind: Kind | Literal["every"]) -> str:
     read = [title for title, server in SERVERS.items() if kind == "every" or computes(server, kind)]
     return "all four" if len(read) == len(SERVERS) else ", ".join(read)
@@ -55,5 +98,6 @@ def mxfp8_decision() -> str:
     return table(["form", *NAMES.values()], rows)
 
 
-TABLES = (form_costs,)
+TABLES = (form_costs, input_mixes)
+KIND_TABLES = (exact_kinds,)
 DECISION_TABLES = (mxfp8_decision,)

@@ -1,8 +1,11 @@
 """The tables of docs/weights.md: what choosing and rounding weights gives, and takes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from markdown import MEGABYTE, Figures, gigabytes, load, table
+
+from pages.real import flips, kl, perplexity
 
 
 def weights_alone() -> str:
@@ -28,6 +31,13 @@ LEVER_TITLES = {
     "gptq, weighed first token": "`gptq`, 64 windows, `--weigh-first-token`",
     "exact": "`--preset exact`, 64 windows",
     "gptq, then learned": "`gptq`, 64 windows, then `fp8q distill`",
+    "output side": "the same, `--weigh-outputs 20`",
+    "output side, exact": "the same, `--weigh-outputs 20`",
+}
+#: A model -> its results with rows of the output side, each behind the row that it goes on from.
+OUTPUT_SIDE = {
+    "SmolLM2-135M": ("weight_levers_outputs", "weight_levers_outputs_exact"),
+    "Gemma 3 270M": ("weight_levers_outputs_gemma3",),
 }
 
 
@@ -35,28 +45,74 @@ def weight_levers() -> str:
     """What each lever leaves of the loss of weights in real models, beside its time and bytes."""
     cells = []
     for model, results in LEVERS.items():
-        rows = dict[str, Any]()
-        for result in results:
-            (measured,) = load(result)["results"].values()
-            same = rows.keys() & {"BF16", "gptq"}  # measured again beside each part of the rows
-            rows |= {name: row for name, row in measured["rows"].items() if name not in same}
-        for name, row in rows.items():
-            low, high = row.get("ratio_interval", (None, None))
+        for name, row in _rows_of(results).items():
             cells.append(
                 [
                     model,
                     LEVER_TITLES.get(name, name.replace("gptq", "`gptq`")),
                     f"{row['kl_mean_micronats']:,.0f}",
-                    f"{row['kl_over_gptq']:.2f} ({low:.2f} to {high:.2f})" if low is not None else "",
+                    _ratio(row, "kl_over_gptq", "ratio_interval"),
                     f"{row['kl_median_micronats']:,.0f}",
-                    f"{row['perplexity_increase']:+.2%}",
-                    f"{row['flips']:.1%}",
+                    perplexity(row),
+                    flips(row),
                     f"{row['seconds'] / 60:.1f}" if "seconds" in row else "",
                     f"{row['bytes'] - 1:.1%}" if "bytes" in row else "",
                 ]
             )
     head = ["model", "weights", "KL × 10⁶", "over `gptq`", "median", "perplexity", "flips", "minutes", "bytes more"]
     return table(head, cells)
+
+
+def _rows_of(results: Sequence[str]) -> dict[str, Any]:
+    """The rows of all `results` of a model, of which BF16's and GPTQ's are measured again beside each part."""
+    rows = dict[str, Any]()
+    for result in results:
+        (measured,) = load(result)["results"].values()
+        same = rows.keys() & {"BF16", "gptq"}
+        rows |= {name: row for name, row in measured["rows"].items() if name not in same}
+    return rows
+
+
+def output_side() -> str:
+    """What the output side leaves of the loss of weights, beside that of the rows before it."""
+    cells = []
+    for model, results in OUTPUT_SIDE.items():
+        for name, row in _rows_of(results).items():
+            cells.append(
+                [
+                    model,
+                    LEVER_TITLES[name],
+                    kl(row),
+                    f"{row['kl_over_bf16']:.2f}" if "kl_over_bf16" in row else "",
+                    _ratio(row, "kl_over_gptq", "ratio_interval"),
+                    _ratio(row, "kl_over_start", "start_interval"),
+                    f"{row['kl_median_micronats']:,.0f}",
+                    perplexity(row),
+                    flips(row),
+                    f"{row['seconds'] / 60:.1f}" if "seconds" in row else "",
+                    f"{row['bytes'] - 1:.1%}" if "bytes" in row else "",
+                ]
+            )
+    ratios = ["over BF16's", "over `gptq`", "over its start"]
+    return table(
+        ["model", "weights", "KL × 10⁶", *ratios, "median", "perplexity", "flips", "minutes", "bytes more"], cells
+    )
+
+
+def output_side_codes() -> str:
+    """The share of codes that the output side changes, by kind of GEMM."""
+    rows = []
+    for model, results in OUTPUT_SIDE.items():
+        changed = _rows_of(results)["output side"]["changed"]
+        rows.append([model, *(f"{share:.0%}" for share in changed.values())])
+    return table(["codes that differ", *(f"`{kind}`" for kind in changed)], rows)
+
+
+def _ratio(row: Figures, name: str, interval: str) -> str:
+    if name not in row:
+        return ""
+    low, high = row[interval]
+    return f"{row[name]:.2f} ({low:.2f} to {high:.2f})"
 
 
 def weight_seconds() -> str:
@@ -121,4 +177,5 @@ TABLES = (
     sequential_memory,
 )
 LEVER_TABLES = (weight_levers,)
+OUTPUT_TABLES = (output_side, output_side_codes)
 SECOND_TABLES = (weight_seconds,)

@@ -296,7 +296,7 @@ class OutputMoments(GradientsOfLayers):
         self.outputs = folder / "outputs"
         self.outputs.mkdir(exist_ok=True)
         sizes = {moments_file(self.outputs, name): 4 * width**2 for name, width in self._widths().items()}
-        check_room(self.outputs, sizes, self.option, "or leave it out", "the moments of outputs")
+        check_room(self.folder, sizes, self.option, "or leave it out", "the moments of outputs")
 
     def _widths(self) -> dict[str, int]:
         """The output channels of each GEMM whose moments are gathered."""

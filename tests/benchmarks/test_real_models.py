@@ -67,6 +67,8 @@ def test_kl_losses_and_flips_of_two_tables_worked_by_hand(tmp_path: Path) -> Non
     assert made["kl_decoded_micronats"] == pytest.approx(1e6 * kl / 2, rel=1e-4)
     assert made["perplexity_increase"] == pytest.approx(np.prod([2, 2 / 3, 2 / 3, 1]) ** 0.25 - 1, abs=1e-4)
     assert (made["kl_over_modelopt"], made["ratio_interval"]) == (1.0, [1.0, 1.0])
+    again = Judge(Words([three, three, three]), np.array([[0, 0, 1], [0, 1, 1]]), tmp_path)
+    assert np.array_equal(again.compare(Words([three, even, even])).kl, found.kl), "the stored numbers are another's"
 
 
 @torch.inference_mode()

@@ -5,28 +5,53 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fp8q import api
+from fp8q.calibrate.checkpoint.weights import Weights
+from fp8q.core.reporter import Silent
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, RescaleOptions
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.quantize.sensitivity.output_gradients import OutputMoments
+from fp8q.quantize.sensitivity.output_gradients import LayerGradients, OutputMoments, output_gradients
 from fp8q.stages import gradients as stage
+
+from ..mixtures import random_mixture
 
 SMALL: dict[str, Any] = {"samples": 12, "seq_len": 64, "batch_size": 4, "weight_rounding": "gptq"}
 
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory: pytest.TempPathFactory, demo_checkpoint: Path, demo_texts: Any) -> Callable[..., Run]:
-    """`calibrated(**options)`: a run of the demo without graphs."""
+    """`calibrated(**options)`: a run of the demo, or another `model`, without graphs."""
 
-    def calibrate(**options: Any) -> Run:
+    def calibrate(model: Path = demo_checkpoint, **options: Any) -> Run:
         return api.calibrate(
-            str(demo_checkpoint), str(demo_texts.calibration), tmp_path_factory.mktemp("outputs") / "run",
+            str(model), str(demo_texts.calibration), tmp_path_factory.mktemp("outputs") / "run",
             str(demo_texts.evaluation), CalibrateOptions(**SMALL | options), api.ExportOptions(graph=False),
         )  # fmt: skip
 
     return calibrate
+
+
+class Lines(Silent):
+    """Remembers the notes."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def codes(run: Run) -> dict[str, torch.Tensor]:
+    """Module -> its codes."""
+    stored = Weights(tuple(run.model.glob("*.safetensors")))
+    return {module: stored.tensor(f"{module}.weight").view(torch.uint8) for module in load_scales(run).weights}
+
+
+def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> set[str]:
+    return {module for module, tensor in one.items() if not torch.equal(tensor, other[module])}
 
 
 def checkpoint_digests(run: Run) -> dict[str, str]:
@@ -52,6 +77,81 @@ def test_codes_are_revised_and_the_run_says_by_how_many_windows(
     assert checkpoint_digests(run) == revised
     api.scales(run.root, RescaleOptions(weigh_outputs=0))
     assert checkpoint_digests(run) == before
+
+
+@pytest.mark.slow
+def test_a_killed_call_goes_on_at_its_layer_and_gives_the_codes_of_one(
+    calibrated: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = calibrated(weigh_outputs=6)
+    run = calibrated()
+    save = LayerGradients.save
+    layers = list[LayerGradients]()
+
+    def killed(sums: LayerGradients, folder: Path) -> None:
+        save(sums, folder)
+        layers.append(sums)
+        if len(layers) == 3:  # the head, and two of four layers
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(LayerGradients, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        api.scales(run.root, RescaleOptions(weigh_outputs=6))
+    assert not run.output_moments.exists()
+    assert "outputs" not in run.record().stages
+    reporter = Lines()
+    api.scales(run.root, RescaleOptions(weigh_outputs=6), reporter)
+    assert "going on at decoder layer 3 of 4, where an earlier call stopped" in reporter.lines
+    assert len(layers) == 3 + 3
+    assert run.record().stages["outputs"].outputs == at_once.record().stages["outputs"].outputs
+    assert checkpoint_digests(run) == checkpoint_digests(at_once)
+    assert not list(run.root.glob(".*.work"))
+
+
+@pytest.mark.slow
+def test_a_gemm_without_finite_gradients_has_the_codes_of_gptq_and_is_named(
+    calibrated: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "model.layers.1.self_attn.k_proj"
+
+    def broken(*arguments: Any) -> Any:
+        of_names, back = output_gradients(*arguments)
+        return {name: gradient * (torch.nan if name == module else 1) for name, gradient in of_names.items()}, back
+
+    run = calibrated()
+    before = codes(run)
+    monkeypatch.setattr("fp8q.quantize.sensitivity.output_gradients.output_gradients", broken)
+    api.scales(run.root, RescaleOptions(weigh_outputs=6))
+    revised = differing(before, codes(run))
+    assert module not in revised
+    assert len(revised) > 10
+    recorded = run.record().stages["outputs"]
+    assert recorded.notes[-1] == (
+        f"--weigh-outputs: 1 GEMMs ({module}) have no finite gradients at outputs of a window's tokens, as experts, or "
+        "no held-out ones; GPTQ rounds them without"
+    )
+    assert len(recorded.outputs) == 3 * (len(before) - 1)
+
+
+@pytest.mark.slow
+def test_experts_are_rounded_as_without_and_are_named_once(calibrated: Callable[..., Run], tmp_path: Path) -> None:
+    run = calibrated(random_mixture(tmp_path / "mixture", "qwen3_moe"), min_expert_tokens=1)
+    before = codes(run)
+    experts = {module for module in before if ".experts." in module}
+    assert len(experts) == 2 * 4 * 3
+    reporter = Lines()
+    api.scales(run.root, RescaleOptions(weigh_outputs=6), reporter)
+    revised = differing(before, codes(run))
+    assert revised
+    assert not revised & experts
+    (said,) = (line for line in reporter.lines if "GEMMs" in line)
+    assert said == (
+        f"--weigh-outputs: 24 GEMMs ({next(module for module in before if module in experts)} …) have no finite "
+        "gradients at outputs of a window's tokens, as experts, or no held-out ones; GPTQ rounds them without"
+    )
+    again = Lines()
+    api.scales(run.root, RescaleOptions(weigh_outputs=6, weight_method="amax"), again)
+    assert not [line for line in again.lines if "GEMMs" in line]
 
 
 def test_gemms_without_gradients_are_named_once() -> None:
