@@ -39,13 +39,13 @@ def planned(
     moments: bool = False,
     validate: api.ValidateOptions = api.ValidateOptions(),
     prompt: int | None = None,
+    server: Any = None,
     **options: Any,
 ) -> dict[str, PlannedStage]:
-    asked = RunOptions(calibrate=api.CalibrateOptions(batch_size=2, **options), validate=validate)
+    asked = RunOptions(calibrate=api.CalibrateOptions(batch_size=2, server=server, **options), validate=validate)
     evaluation = cut(np.zeros(16, np.int64), "b", 8, 8, prompt=prompt)
-    plan = Planned(
-        open_source(str(demo_checkpoint)), asked, collected(3, 16), evaluation, Outlook(False, moments, False), RATES
-    )
+    outlook = Outlook(False, moments, False)
+    plan = Planned(open_source(str(demo_checkpoint)), asked, collected(3, 16), evaluation, outlook, RATES)
     return {stage.name: stage for stage in stages_of(plan)}
 
 
@@ -75,8 +75,17 @@ def test_the_disk_of_a_stage_has_all_its_files(demo_checkpoint: Path) -> None:
     assert costliest["scales and checkpoint"].freed == 120  # of the checkpoint that is replaced
     assert RATES.backward_bytes(64, by_layer=True) == 4 * (2 + 3) * 64 * 4
     assert RATES.backward_bytes(64, by_layer=False) == 0
-    search = planned(demo_checkpoint)["search of a form"]
-    assert (search.disk, search.freed) == (120 + 4 * (3 * 3 + 4 * 4) + 80, 120 + 80)
+    stages = planned(demo_checkpoint)
+    search, logits = stages["search of a form"], stages["validate"].spare
+    assert logits == 2 * 14 * open_source(str(demo_checkpoint)).text_config.vocab_size
+    assert (search.disk, search.freed) == (120 + 4 * (3 * 3 + 4 * 4) + 80 + logits, 120 + 80 + logits)
+
+
+def test_a_search_evaluates_the_float_model_again_for_other_windows_alone(demo_checkpoint: Path) -> None:
+    """Eight windows of prediction, four candidates, and the form that is chosen: by BF16 too where it has a tail."""
+    with_tail, without = (planned(demo_checkpoint, server=name)["search of a form"] for name in ("tensorrt", "vllm"))
+    begin = 5 + 2 * 1.0
+    assert with_tail.seconds - without.seconds == pytest.approx(begin + 16 * 1.0 + 14 * 0.25)
 
 
 def test_a_validation_by_layers_counts_its_hidden_states(demo_checkpoint: Path) -> None:
