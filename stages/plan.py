@@ -69,11 +69,14 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class Outlook:
-    """The decisions before the plan: a `graph` is made, `moments` are gathered, the model is `stream`ed by layers."""
+    """The decisions before the plan: a `graph` is made, `moments` are gathered, the model is `stream`ed by layers, and
+    the moments of a layer are `spent` when it has run.
+    """
 
     graph: bool
     moments: bool
     stream: bool
+    spent: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,9 @@ def stages_of(plan: Planned) -> Iterator[PlannedStage]:
 
 
 def _checkpoint(plan: Planned) -> PlannedStage:
-    """Plan scales and rounding; the checkpoint that costliest weights are chosen by lies there until it ends."""
+    """Plan scales and rounding; the checkpoint that costliest weights are chosen by lies there until it ends, and so do
+    codes that were rounded before.
+    """
     rates = plan.rates
     scales = plan.scales
     rounding = rates.compensated if scales.needs_moments else 0.0
@@ -168,6 +173,7 @@ def _checkpoint(plan: Planned) -> PlannedStage:
     if scales.weight_rounding == "sequential":
         work = FP32_BYTES * SEQUENTIAL_FILES * plan.tokens * rates.hidden + rates.numbers
     before = rates.checkpoint_bytes if scales.bf16_weights else 0.0
+    before += _spent_codes(plan)
     return PlannedStage(
         "scales and checkpoint",
         rates.pace * BEGIN_SECONDS + rates.scaling * rates.numbers + rounding,
@@ -181,14 +187,23 @@ def _checkpoint(plan: Planned) -> PlannedStage:
 def _calibration(plan: Planned) -> PlannedStage:
     rates = plan.rates
     token = rates.observed
-    hidden = rates.streamed_bytes(plan.tokens)
-    disk = hidden
+    work = rates.streamed_bytes(plan.tokens)
+    disk = work
     if plan.outlook.moments:
         token += rates.moments
-        disk += _moments_bytes(rates)
+        moments = _moments_bytes(rates)
+        if plan.outlook.spent:
+            moments /= rates.layers
+            work += moments
+        disk += moments + _spent_codes(plan)
     memory = rates.base_bytes + rates.weight_bytes + plan.options.calibrate.batch_size * rates.window_bytes
     seconds = plan.begin + plan.tokens * token
-    return PlannedStage("calibrate", seconds, memory, disk, "--samples, --seq-len", freed=hidden)
+    return PlannedStage("calibrate", seconds, memory, disk, "--samples, --seq-len", freed=work)
+
+
+def _spent_codes(plan: Planned) -> float:
+    """The bytes of codes that are rounded while the model is measured."""
+    return plan.rates.numbers if plan.outlook.spent else 0.0
 
 
 def _moments_bytes(rates: Rates) -> float:

@@ -44,7 +44,7 @@ def planned(
 ) -> dict[str, PlannedStage]:
     asked = RunOptions(calibrate=api.CalibrateOptions(batch_size=2, server=server, **options), validate=validate)
     evaluation = cut(np.zeros(16, np.int64), "b", 8, 8, prompt=prompt)
-    outlook = Outlook(False, moments, False)
+    outlook = Outlook(False, moments, False, options.get("keep_moments") is False)
     plan = Planned(open_source(str(demo_checkpoint)), asked, collected(3, 16), evaluation, outlook, RATES)
     return {stage.name: stage for stage in stages_of(plan)}
 
@@ -79,6 +79,15 @@ def test_the_disk_of_a_stage_has_all_its_files(demo_checkpoint: Path) -> None:
     search, logits = stages["search of a form"], stages["validate"].spare
     assert logits == 2 * 14 * open_source(str(demo_checkpoint)).text_config.vocab_size
     assert (search.disk, search.freed) == (120 + 4 * (3 * 3 + 4 * 4) + 80 + logits, 120 + 80 + logits)
+
+
+def test_moments_that_are_spent_take_a_layers_room_and_that_of_the_codes(demo_checkpoint: Path) -> None:
+    """Two layers of 4 · (9 + 16) bytes together, and 80 codes until the checkpoint of 120 bytes has them."""
+    stages = planned(demo_checkpoint, moments=True, weight_rounding="gptq", stream=True, keep_moments=False)
+    calibrating, writing = stages["calibrate"], stages["scales and checkpoint"]
+    assert (calibrating.disk, calibrating.freed) == (50 + 80, 50)
+    assert (writing.disk, writing.freed) == (120, 80)
+    assert disk_needed([calibrating, writing]) == 80 + 120
 
 
 def test_a_search_evaluates_the_float_model_again_for_other_windows_alone(demo_checkpoint: Path) -> None:
