@@ -38,8 +38,9 @@ LOADED_BYTES = 4 << 30
 #: The tokens that GEMMs are measured on, and the rows of a weight that scales are.
 GEMM_TOKENS = 256
 SCALED_ROWS = 64
-#: The inputs and the rows that GPTQ is measured on.
+#: The inputs and the rows that GPTQ is measured on: on a few rows it takes many times as long a number.
 ROUNDED_INPUTS = 512
+ROUNDED_ROWS = 512
 #: The time of a pass beside its GEMMs, as a multiple of these, where no pass is measured.
 BESIDE_GEMMS = 1.5
 #: The operations of a pass that is run to measure time, about.
@@ -235,11 +236,11 @@ def gptq_seconds(shapes: Sequence[Shape], inputs: Sequence[int]) -> float:
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(2 * ROUNDED_INPUTS, ROUNDED_INPUTS, generator=draw)
     moments = x.T @ x
-    weight = torch.randn(SCALED_ROWS, ROUNDED_INPUTS, generator=draw).to(torch.bfloat16)
-    scale = torch.full((SCALED_ROWS,), 0.01)
+    weight = torch.randn(ROUNDED_ROWS, ROUNDED_INPUTS, generator=draw).to(torch.bfloat16)
+    scale = torch.full((ROUNDED_ROWS,), 0.01)
     factored = compensation(moments.clone())
     cubed = seconds(lambda: compensation(moments.clone())) / ROUNDED_INPUTS**3
-    squared = seconds(lambda: gptq_codes(weight, scale, factored)) / (ROUNDED_INPUTS**2 * SCALED_ROWS)
+    squared = seconds(lambda: gptq_codes(weight, scale, factored)) / (ROUNDED_INPUTS**2 * ROUNDED_ROWS)
     rounded = sum(outputs * width * width for outputs, width in shapes)
     return cubed * sum(width**3 for width in inputs) + squared * rounded
 

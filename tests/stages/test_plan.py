@@ -14,11 +14,12 @@ from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.options import PlanOptions, RunOptions
 from fp8q.stages import plan as stage
+from fp8q.stages import plan_rates
 from fp8q.stages import run as running
 from fp8q.stages.corpus import Collected, Opening
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.plan import Outlook, Planned, PlannedStage, disk_needed, lines_of, stages_of
-from fp8q.stages.plan_rates import Rates
+from fp8q.stages.plan_rates import Rates, gptq_seconds
 from fp8q.stages.run import Following
 
 SMALL: dict[str, Any] = {"samples": 4, "seq_len": 64, "batch_size": 2}
@@ -123,6 +124,15 @@ def test_what_is_not_certain_is_left_out_of_all() -> None:
         "plan: b: 1 min 0 s, 3 GB of memory, 0 B of disk, if one code an activation loses too much",
         "plan: all: 1 min 30 s, 2 GB of memory, 1 GB of disk, by a few tokens and GEMMs that were measured here",
     ]
+
+
+def test_gptq_is_measured_on_as_many_rows_as_a_weight_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 64 rows a number takes five times as long as on 512."""
+    clock = iter((2.0, 3.0))
+    monkeypatch.setattr(plan_rates, "seconds", lambda work: next(clock))
+    assert gptq_seconds([(100, 10), (50, 20)], [10, 20]) == pytest.approx(
+        2 / 512**3 * (10**3 + 20**3) + 3 / 512**3 * (100 * 10**2 + 50 * 20**2)
+    )
 
 
 def test_plan_writes_nothing_and_ends_well(demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
