@@ -22,11 +22,11 @@ from fp8q.core.run import Run
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.reference.layer_chain import ReferenceChain
 from fp8q.quantize.reference.linear import FP8Linear
-from fp8q.stages import validate_runtimes
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared.sources import source_of
 from fp8q.stages.validate import validate
 from fp8q.validate.accuracy.document import load_token_losses
+from fp8q.validate.accuracy.runtimes import layer_chain
 from fp8q.validate.pair.streamed import PairStream
 
 STORY = "Once upon a time there was a little girl who had a red ball. " * 40
@@ -96,13 +96,12 @@ def test_the_float_model_goes_through_its_layers_once_for_two_forms(
     api.scales(run.root, form=("dynamic",))
     alone = Run(Path(shutil.copytree(run.root, run.root.with_name("alone"))))
     chains: list[str] = []
-    layer_chain = validate_runtimes.layer_chain
 
     def noting(name: str, asked: Any) -> Any:
         chains.append(name)
         return layer_chain(name, asked)
 
-    monkeypatch.setattr(validate_runtimes, "layer_chain", noting)
+    monkeypatch.setattr("fp8q.stages.validate_runtimes.layer_chain", noting)
     validate(run, report, None, options, lasting)
     assert chains == ["reference"]
     validate(alone, report, None, options)

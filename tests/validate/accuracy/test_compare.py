@@ -144,7 +144,9 @@ def runtimes() -> dict[str, Forward]:
     }
 
 
-def in_turn(folder: Path, made: dict[str, Forward], calls: list[str] | None = None) -> Outcome:
+def openers_of(made: dict[str, Forward], calls: list[str] | None = None) -> dict[str, comparing.Opener]:
+    """What loads the runtimes, whose names are added to `calls`."""
+
     def opener(name: str) -> comparing.Opener:
         def load() -> Forward:
             if calls is not None:
@@ -153,7 +155,11 @@ def in_turn(folder: Path, made: dict[str, Forward], calls: list[str] | None = No
 
         return load
 
-    return compare_in_turn(EVALUATION, {name: opener(name) for name in made}, VOCABULARY, folder / "work", SILENT)
+    return {name: opener(name) for name in made}
+
+
+def in_turn(folder: Path, made: dict[str, Forward], calls: list[str] | None = None) -> Outcome:
+    return compare_in_turn(EVALUATION, openers_of(made, calls), VOCABULARY, folder / "work", SILENT)
 
 
 @pytest.fixture
@@ -191,8 +197,7 @@ def in_forms(folder: Path, lasting: Path, calls: list[str]) -> list[Outcome]:
     outcomes = []
     for number, seed in enumerate((1, 2)):
         made = runtimes() | {"reference": bigram(table(0) + table(seed, 0.1))}
-        openers = {name: (lambda name=name, made=made: calls.append(name) or made[name]) for name in made}
-        turns = Turns(EVALUATION, openers, VOCABULARY, folder / f"form {number}", lasting=lasting)
+        turns = Turns(EVALUATION, openers_of(made, calls), VOCABULARY, folder / f"form {number}", lasting=lasting)
         outcomes.append(taken_in_turn(turns, SILENT))
     return outcomes
 
@@ -242,10 +247,9 @@ def test_what_lasts_in_other_chunks_than_those_of_a_call_that_goes_on_is_left_al
     before = {path.name: path.stat().st_mtime_ns for path in lasting.iterdir()}
     (going_on := tmp_path / "going on").mkdir()
     (going_on / "windows").write_text("6", encoding="utf-8")
-    made = runtimes()
-    openers = {name: (lambda name=name: calls.append(name) or made[name]) for name in made}
     calls.clear()
-    taken_in_turn(Turns(EVALUATION, openers, VOCABULARY, going_on, lasting=lasting), SILENT)
+    turns = Turns(EVALUATION, openers_of(runtimes(), calls), VOCABULARY, going_on, lasting=lasting)
+    taken_in_turn(turns, SILENT)
     assert calls == ["bf16", "fp32", "reference"] * 4
     assert {path.name: path.stat().st_mtime_ns for path in lasting.iterdir()} == before
 
