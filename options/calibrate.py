@@ -132,7 +132,8 @@ class SourceOptions(Options):
 class MeasureOptions(Options):
     """Options of measuring the float model on the windows.
 
-    `stream` None: stream when the model does not fit in memory. `batches`: measure only the batches from the first up
+    `stream` None: stream when the model does not fit in memory. `keep_moments` None: store second moments unless the
+    model is streamed and the disk has no room for them. `batches`: measure only the batches from the first up
     to the second, to be merged later, and choose no scales.
     """
 
@@ -146,6 +147,18 @@ class MeasureOptions(Options):
             negative="--no-stream",
         ),
         Unkeyed("layer by layer or at once, the statistics are the same, bit for bit"),
+    ] = None
+    keep_moments: Annotated[
+        bool | None,
+        option(
+            MODEL,
+            "Store the second moments of --weight-rounding gptq, by which `fp8q scales` rounds again. "
+            "--no-keep-moments: where decoder layers are calibrated one at a time, round each once it has run, and "
+            "store none.",
+            default="where the disk has room for them",
+            negative="--no-keep-moments",
+        ),
+        Unkeyed("the codes are the same, bit for bit"),
     ] = None
     all_experts: Annotated[
         bool,

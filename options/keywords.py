@@ -85,6 +85,7 @@ class CalibrateSettings(TypedDict, total=False):
     adapter_mode: Literal["merge", "beside"]
     batch_size: int
     stream: bool | None
+    keep_moments: bool | None
     all_experts: bool
     batches: tuple[int, int] | str | None
     preset: Literal["fast", "exact"]
@@ -349,6 +350,7 @@ class QuantizeSettings(TypedDict, total=False):
     adapter_mode: Literal["merge", "beside"]
     batch_size: int
     stream: bool | None
+    keep_moments: bool | None
     all_experts: bool
     batches: tuple[int, int] | str | None
     export: ExportOptions
@@ -415,6 +417,7 @@ class RunSettings(TypedDict, total=False):
     adapter_mode: Literal["merge", "beside"]
     batch_size: int
     stream: bool | None
+    keep_moments: bool | None
     all_experts: bool
     batches: tuple[int, int] | str | None
     export: ExportOptions

@@ -6,14 +6,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..calibrate.measure.statistics import load_record
+from ..calibrate.model.expert_modules import experts_of
 from ..calibrate.model.memory import weight_bytes
-from ..calibrate.model.source import Source
+from ..calibrate.model.source import Source, meta_model
 from ..calibrate.model.tokenizer import load_tokenizer
 from ..calibrate.ranks.world import World, joined_ranks
 from ..calibrate.text import mixture
+from ..core.columns import size as size_text
+from ..core.errors import InputError
 from ..core.output_folder import WorkFolder
 from ..core.reporter import SILENT
 from ..core.run import Run
+from ..core.run_writer import RunWriter
 from ..options import ONE, ExportOptions, RescaleOptions, RunOptions, ScaleOptions, Server
 from ..quantize.checkpoint.tokenizer_files import calibrated_remark, difference_in_vllm
 from ..quantize.scales.policy import ModelGemms, check_patterns, few_tokens_note
@@ -24,10 +28,28 @@ from .costliest import choose_costliest
 from .export import export_or_note
 from .gradients import run_gradients
 from .image_inputs import with_image_rows
-from .measure import check_batches, check_experts, check_images, measure, take_part
+from .measure import (
+    check_batches,
+    check_experts,
+    check_images,
+    measure,
+    measure_key,
+    moments_bytes,
+    streamed,
+    take_part,
+)
 from .pipeline.stage import Notes
 from .pipeline.stages import MEASURE
-from .quantize import KnownCodes, quantize, rescaled, take_part_in_rounding
+from .quantize import (
+    KnownCodes,
+    LayerRounding,
+    codes_key,
+    is_quantized,
+    quantize,
+    rescaled,
+    rounded_without_moments,
+    take_part_in_rounding,
+)
 from .shared import sources
 from .shared.adapters import adapters_of, check_attention
 from .shared.model_files import export_options
@@ -108,7 +130,15 @@ def _chosen_and_quantized(
     if chosen != options:
         gemms = sources.gemms_of(source, chosen)
     _prepare_scales(run, source, gemms, chosen, notes, options.stream)
-    quantize(run, source, gemms, chosen, notes, KnownCodes(world=world))
+    work = _codes_folder(run)
+    codes = work.left(codes_key(run, source, chosen)) if chosen.needs_moments else None
+    quantize(run, source, gemms, chosen, notes, KnownCodes(world=world, rounded=codes))
+    work.remove()
+
+
+def _codes_folder(run: Run) -> WorkFolder:
+    """The folder of codes that are rounded while `run` is measured, until its checkpoint has them."""
+    return WorkFolder(run.root, "codes")
 
 
 def experts_as_served(
@@ -141,12 +171,78 @@ def _measured(run: Run, what: Calibration, notes: Notes, world: World) -> tuple[
     with notes.held():
         source, gemms, collected = _checked(run, what, notes, world)
     moments = options.needs_moments or _for_later(run, what, source, world)
+    spent = _spends_moments(run, what, source, notes, world)
     if what.later:
-        what.later.plan(run, source, collected, moments)
+        what.later.plan(run, source, collected, moments, spent)
     with preflight.nothing_left(run):
         write_corpus(run, source, collected, notes)
-        measure(run, source, options, notes, world, moments)
+        if spent:
+            _measure_and_round(run, source, gemms, what, notes)
+        else:
+            measure(run, source, options, notes, world, moments)
     return source, gemms
+
+
+def _spends_moments(run: Run, what: Calibration, source: Source, notes: Notes, world: World) -> bool:
+    """Tell whether each layer is rounded by GPTQ once it has run, so that no second moments are stored: as the options
+    say, as the run was made before, or where the disk has no room for them, with a note.
+
+    Raises InputError where that was asked for and cannot be.
+    """
+    asked = what.options.calibrate.keep_moments
+    if asked:
+        return False
+    needed_later = _needs_all_moments(what, source, world)
+    if asked is False:
+        if needed_later:
+            raise InputError("--no-keep-moments", *needed_later)
+        return True
+    if needed_later or rounded_without_moments(run) or _codes_folder(run).path.is_dir():
+        return not needed_later
+    if run.moments.is_dir() or (WorkFolder(run.root, MEASURE.name).path / run.moments.name).is_dir():
+        return False  # their room is taken already
+    needed = moments_bytes(source)
+    free: int = shutil.disk_usage(preflight.directory_above(run)).free
+    if needed > free:
+        notes.note(
+            f"--no-keep-moments: second moments take {size_text(needed)} on the disk of {run.root}, which has "
+            f"{size_text(free)} free: each layer is rounded once it has run, and none are stored"
+        )
+    return needed > free
+
+
+def _needs_all_moments(what: Calibration, source: Source, world: World) -> tuple[str, str] | None:
+    """Explain why the second moments of all layers are needed together, or none are: fault and remedy of
+    --no-keep-moments; None where one layer's suffice.
+    """
+    options = what.options.calibrate
+    if not options.needs_moments:
+        return f"--weight-rounding {options.weight_rounding} stores none", "leave it out"
+    if what.later and what.options.finds_form:
+        return "the search of a form rounds by them again", "give --form FORM, or leave it out"
+    if options.batches:
+        return "`fp8q merge` adds those of parts", "leave it out"
+    if world.size > 1:
+        return f"{world.size} ranks round when all of them are measured", "start one process, or leave it out"
+    if experts_of(meta_model(source)):
+        return "what experts are rounded by depends on other layers", "leave it out"
+    if not streamed(source, options.stream, Notes(SILENT)):
+        return "a model in memory has those of all layers at once", "give --stream, or leave it out"
+    return None
+
+
+def _measure_and_round(run: Run, source: Source, gemms: ModelGemms, what: Calibration, notes: Notes) -> None:
+    """Measure `run` and round each layer once it has run, unless the checkpoint or all codes are there."""
+    options = what.options.calibrate
+    run_gradients(run, source, options, notes, options.stream)
+    work = _codes_folder(run)
+    key = codes_key(run, source, options)
+    measured = MEASURE.is_current(run, measure_key(run, source, options))
+    if measured and (work.left(key) or is_quantized(run, source, options, notes)):
+        return
+    RunWriter(run).forget(MEASURE.name)  # codes that a killed call left are not taken for those of all layers
+    with work.blamed(), work.opened(key, notes.note) as folder:
+        measure(run, source, options, notes, moments=LayerRounding(run, source, gemms, options, folder))
 
 
 def _for_later(run: Run, what: Calibration, source: Source, world: World) -> bool:

@@ -7,7 +7,8 @@ chosen is then evaluated on all of it, as any run is, and where that still excee
 The statistics of the run serve all of them.
 
 All results are stored in the stage's folder as they are computed, so that a killed call goes on from there; codes that
-GPTQ has rounded for one candidate serve the others.
+GPTQ has rounded for one candidate serve the others. What BF16 gives of the evaluated windows serves all forms that are
+evaluated on these.
 """
 
 import hashlib
@@ -285,8 +286,24 @@ def validate_acceptable(run: Run, notes: Notes, options: RunOptions) -> Accuracy
     A search that was killed while it evaluated its choice is brought to its end. Raises GateError as `validate` does,
     where no form meets the limit.
     """
+    lasting = _lasting_results(run)
     try:
-        accuracy = validate(run, notes, None, options.validate)
+        accuracy = _acceptable(run, notes, options)
+    except (GateError, InputError):
+        lasting.remove()
+        raise
+    lasting.remove()
+    return accuracy
+
+
+def _lasting_results(run: Run) -> WorkFolder:
+    """The folder of what the float model gives of the evaluated windows, while forms of `run` are searched."""
+    return WorkFolder(run.root, "float-model")
+
+
+def _acceptable(run: Run, notes: Notes, options: RunOptions) -> Accuracy:
+    try:
+        accuracy = _evaluated(run, notes, options)
         gate = None
     except GateError as error:
         accuracy = load_accuracy(run)
@@ -300,6 +317,11 @@ def validate_acceptable(run: Run, notes: Notes, options: RunOptions) -> Accuracy
     if gate:
         raise gate
     return accuracy
+
+
+def _evaluated(run: Run, notes: Notes, options: RunOptions) -> Accuracy:
+    """Evaluate the present form of `run`, as `validate` does; what the float model gives serves other forms too."""
+    return validate(run, notes, None, options.validate, _lasting_results(run) if options.finds_form else None)
 
 
 def chosen_options(run: Run, options: RunOptions) -> ScaleOptions:
@@ -437,7 +459,7 @@ def _judged(candidates: FormCandidates, mix: Mix) -> tuple[Accuracy, GateError |
     if options.validate.engines:
         build_engine(run, notes, options.engine)
     try:
-        return validate(run, notes, None, options.validate), None
+        return _evaluated(run, notes, options), None
     except GateError as gate:
         return load_accuracy(run), gate
 

@@ -11,16 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from ..calibrate.measure.measurement import Measurement, measure_in_memory
-from ..calibrate.measure.moments import SecondMoments, gathering, store_alone
+from ..calibrate.measure.moments import SecondMoments, SpentMoments, gathering, store_alone
+from ..calibrate.measure.observe import probe_groups
 from ..calibrate.measure.queries import query_statistics
 from ..calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_record, save_arrays, save_statistics
 from ..calibrate.measure.stream import measure_streamed
+from ..calibrate.model.gemms import observed_gemms, output_channel_axis
 from ..calibrate.model.memory import SHARE, available_bytes, weight_bytes
-from ..calibrate.model.source import Source, combined_digest, load_model
+from ..calibrate.model.source import Source, combined_digest, load_model, meta_model
 from ..calibrate.model.tokenizer import load_tokenizer
 from ..calibrate.ranks.handed_moments import HandedMoments
 from ..calibrate.ranks.world import World
@@ -122,45 +125,74 @@ def check_experts(source: Source, gemms: ModelGemms, options: MeasureOptions) ->
         raise InputError("--all-experts", f"{source.name} ({source.architecture}) has no experts", "leave it out")
 
 
+class Spending(Protocol):
+    """The work that takes the second moments of a step of a streamed model in the place of files."""
+
+    @property
+    def key(self) -> str:
+        """A digest of everything that its results depend on, besides the measurement."""
+
+    def spend(self, moments: Path, names: Sequence[str], statistics: Statistics) -> None:
+        """Take those in the folder `moments`, of the tensors `names` of a step with these `statistics`."""
+
+
+def measure_key(
+    run: Run, source: Source, options: MeasureOptions, moments: bool = False
+) -> Key[MeasureOptions, MeasureFacts]:
+    """The key of a measurement; `moments`: second moments are stored."""
+    inputs = {"model": source.fingerprint, "calibration.npz": sha256_file(run.require(run.calibration, "corpus"))}
+    if load_image_rows(run):
+        inputs[run.images.name] = sha256_file(run.images)
+    facts = MeasureFacts(moments=moments, prefix=run.facts(CORPUS).prefix, adapters=fingerprints(source))
+    return Key(inputs, options, facts)
+
+
+def moments_bytes(source: Source) -> int:
+    """The bytes of the second moments of all inputs."""
+    model = meta_model(source)
+    modules = observed_gemms(model)
+    firsts = (modules[first] for first in probe_groups(model, modules))
+    widths = (module.get_parameter("weight").shape[1 - output_channel_axis(module)] for module in firsts)
+    return sum(4 * width * width for width in widths)
+
+
 def measure(
     run: Run,
     source: Source,
     options: MeasureOptions,
     notes: Notes,
     world: World | None = None,
-    moments: bool = False,
+    moments: bool | Spending = False,
 ) -> None:
     """Run the float model on the calibration windows, and write `statistics.*`.
 
     The statistics are the same streamed or not, by one rank or many. This runs in the first rank of `world`; the others
-    call `take_part`. `moments`: gather second moments for GPTQ.
+    call `take_part`. `moments`: gather second moments for GPTQ, or spend them layer by layer, which measures also what
+    is measured, in one process and streamed.
     """
     world = world or World()
-    inputs = {"model": source.fingerprint, "calibration.npz": sha256_file(run.require(run.calibration, "corpus"))}
     images = load_image_rows(run)
-    if images:
-        inputs[run.images.name] = sha256_file(run.images)
     texts = run.facts(CORPUS)
-    facts = MeasureFacts(moments=moments, prefix=texts.prefix, adapters=fingerprints(source))
+    spending = None if isinstance(moments, bool) else moments
+    stored = moments is True
     if source.adapters:
         notes.note(
             f"--adapter-mode beside: measures {len(source.variants)} times, the base alone and with "
             f"{', '.join(adapter.name for adapter in source.adapters)} on, for scales that serve all of them"
         )
-    key, with_moments = (
-        Key(inputs, options, facts.model_copy(update={"moments": with_them})) for with_them in (moments, True)
-    )
-    if MEASURE.is_current(run, key, with_moments):
+    key, with_moments = (measure_key(run, source, options, with_them) for with_them in (stored, True))
+    if spending is None and MEASURE.is_current(run, key, with_moments):
         world.gathered({})  # the other ranks have nothing to do
         return
     windows = load_tokens(run, run.calibration, source.text_config.vocab_size)
     rows = images.calibration if images else []
-    in_turn = moments and world.size > 1
-    stream = in_turn or streamed(source, options.stream, notes, world.process.local_ranks)
-    inputs = {**key.inputs, "moments": str(moments), "all_experts": str(options.all_experts)}
+    in_turn = bool(moments) and world.size > 1
+    stream = in_turn or spending is not None or streamed(source, options.stream, notes, world.process.local_ranks)
+    gathered_as = spending.key if spending else str(stored)
+    inputs = {**key.inputs, "moments": gathered_as, "all_experts": str(options.all_experts)}
     inputs |= {f"adapter {adapter.name}": adapter.fingerprint for adapter in source.adapters}
     task = task_of(source, windows, rows, texts, options, inputs)
-    task = task.model_copy(update={"stream": stream, "moments": moments})
+    task = task.model_copy(update={"stream": stream, "moments": bool(moments)})
     if world.size > 1:
         notes.note(world.described())
     with MEASURE.writing(run, key, notes) as log:
@@ -168,10 +200,11 @@ def measure(
         work = WorkFolder(run.root, MEASURE.name)
         with (
             work.opened(work_key(task, world), notes.note) as folder,
-            gathering(run, moments, folder / "moments", partial(store_of, world)) as gathered,
+            gathering(run, stored, folder / "moments", partial(store_of, world)) as gathered,
         ):
             announce(task, windows, world)
-            share = measured_share(task, windows, world, gathered)
+            store = SpentMoments(folder / "moments", spending.spend) if spending else gathered
+            share = measured_share(task, windows, world, store)
             if rows:
                 share = replace(share, images=row_inputs(source, rows))
             statistics = world.added(run_model(source, share, notes, folder, stream))

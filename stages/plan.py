@@ -16,7 +16,8 @@ from ..core.errors import InputError
 from ..core.reporter import SILENT
 from ..core.run import Run
 from ..export.engine.build import resolve
-from ..options import RUNTIMES, WITHOUT_GRAPH, RunOptions, ScaleOptions
+from ..options import FLOAT, RUNTIMES, WITHOUT_GRAPH, RunOptions, ScaleOptions
+from ..options.calibrate import WITH_SECOND_CODES
 from ..validate.accuracy.compare import BASELINES, windows_at_once
 from ..validate.accuracy.runtimes import held_type
 from .corpus import Collected
@@ -68,11 +69,14 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class Outlook:
-    """The decisions before the plan: a `graph` is made, `moments` are gathered, the model is `stream`ed by layers."""
+    """The decisions before the plan: a `graph` is made, `moments` are gathered, the model is `stream`ed by layers, and
+    the moments of a layer are `spent` when it has run.
+    """
 
     graph: bool
     moments: bool
     stream: bool
+    spent: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,9 @@ def stages_of(plan: Planned) -> Iterator[PlannedStage]:
 
 
 def _checkpoint(plan: Planned) -> PlannedStage:
-    """Plan scales and rounding; the checkpoint that costliest weights are chosen by lies there until it ends."""
+    """Plan scales and rounding; the checkpoint that costliest weights are chosen by lies there until it ends, and so do
+    codes that were rounded before.
+    """
     rates = plan.rates
     scales = plan.scales
     rounding = rates.compensated if scales.needs_moments else 0.0
@@ -167,6 +173,7 @@ def _checkpoint(plan: Planned) -> PlannedStage:
     if scales.weight_rounding == "sequential":
         work = FP32_BYTES * SEQUENTIAL_FILES * plan.tokens * rates.hidden + rates.numbers
     before = rates.checkpoint_bytes if scales.bf16_weights else 0.0
+    before += _spent_codes(plan)
     return PlannedStage(
         "scales and checkpoint",
         rates.pace * BEGIN_SECONDS + rates.scaling * rates.numbers + rounding,
@@ -180,14 +187,23 @@ def _checkpoint(plan: Planned) -> PlannedStage:
 def _calibration(plan: Planned) -> PlannedStage:
     rates = plan.rates
     token = rates.observed
-    hidden = rates.streamed_bytes(plan.tokens)
-    disk = hidden
+    work = rates.streamed_bytes(plan.tokens)
+    disk = work
     if plan.outlook.moments:
         token += rates.moments
-        disk += _moments_bytes(rates)
+        moments = _moments_bytes(rates)
+        if plan.outlook.spent:
+            moments /= rates.layers
+            work += moments
+        disk += moments + _spent_codes(plan)
     memory = rates.base_bytes + rates.weight_bytes + plan.options.calibrate.batch_size * rates.window_bytes
     seconds = plan.begin + plan.tokens * token
-    return PlannedStage("calibrate", seconds, memory, disk, "--samples, --seq-len", freed=hidden)
+    return PlannedStage("calibrate", seconds, memory, disk, "--samples, --seq-len", freed=work)
+
+
+def _spent_codes(plan: Planned) -> float:
+    """The bytes of codes that are rounded while the model is measured."""
+    return plan.rates.numbers if plan.outlook.spent else 0.0
 
 
 def _moments_bytes(rates: Rates) -> float:
@@ -211,8 +227,11 @@ def _engines(plan: Planned) -> Iterator[PlannedStage]:
 
 
 def _search(plan: Planned, validation: PlannedStage) -> PlannedStage:
-    """Plan the search of a form, which ends with another `validation`."""
+    """Plan the search of a form, which ends with another `validation`; the float model's logits stay until then."""
     rates = plan.rates
+    runtimes = planned_runtimes(plan)
+    if plan.options.server not in WITH_SECOND_CODES:  # the windows are those before, and the float model's results too
+        runtimes = tuple(name for name in runtimes if name not in FLOAT)
     few = SEARCH_CANDIDATES * FEW_WINDOWS * min(plan.window, FEW_CONTEXT)
     candidates = few * (rates.reference + rates.scoring) + SEARCH_CANDIDATES * rates.scaling * rates.numbers
     predicted = plan.gradients(GRADIENT_PASSES * PREDICTED_WINDOWS)
@@ -220,12 +239,12 @@ def _search(plan: Planned, validation: PlannedStage) -> PlannedStage:
     work = rates.backward_bytes(PREDICTED_WINDOWS * plan.window, plan.outlook.stream) + rates.numbers
     return PlannedStage(
         "search of a form",
-        predicted + candidates + rates.compensated + validation.seconds,
+        predicted + candidates + rates.compensated + _validation_seconds(plan, runtimes),
         rates.base_bytes + rates.gradient_bytes(plan.window, plan.outlook.stream),
-        rates.checkpoint_bytes + gathered + work,
+        rates.checkpoint_bytes + gathered + work + validation.spare,
         "--form FORM",
         if_needed=True,
-        freed=rates.checkpoint_bytes + work,
+        freed=rates.checkpoint_bytes + work + validation.spare,
     )
 
 
@@ -235,18 +254,24 @@ def planned_runtimes(plan: Planned) -> tuple[str, ...]:
     return tuple(name for name in names if plan.outlook.graph or name in WITHOUT_GRAPH)
 
 
-def _validation(plan: Planned) -> PlannedStage:
+def _validation_seconds(plan: Planned, names: Sequence[str]) -> float:
+    """The seconds of evaluating the runtimes `names`."""
     rates = plan.rates
     windows, context = plan.evaluation.ids.shape
     prompt = plan.evaluation.protocol.prompt
-    vocabulary = plan.source.text_config.vocab_size
-    names = planned_runtimes(plan)
     tokens = float(windows * context)
     if prompt is not None:
-        batch = windows_at_once(context, prompt, vocabulary)
+        batch = windows_at_once(context, prompt, plan.source.text_config.vocab_size)
         tokens += STEP_TOKENS * -(-windows // batch) * (context - prompt - 1)
     seconds = sum(rates.load_seconds + rates.pace * BEGIN_SECONDS + tokens * rates.of_runtime(name) for name in names)
-    seconds += len(names) * plan.evaluation.protocol.tokens * rates.scoring
+    return seconds + len(names) * plan.evaluation.protocol.tokens * rates.scoring
+
+
+def _validation(plan: Planned) -> PlannedStage:
+    rates = plan.rates
+    windows, context = plan.evaluation.ids.shape
+    vocabulary = plan.source.text_config.vocab_size
+    names = planned_runtimes(plan)
     weights = ONNX_BYTES * rates.parameters if any(RUNTIMES[name].library for name in names) else rates.weight_bytes
     if "fp32" in names:
         weights = max(weights, FP32_BYTES * rates.parameters)
@@ -255,7 +280,7 @@ def _validation(plan: Planned) -> PlannedStage:
     hidden = _validated_hidden_bytes(plan, names, windows * context)
     return PlannedStage(
         VALIDATE.name,
-        seconds,
+        _validation_seconds(plan, names),
         rates.base_bytes + weights + FP32_BYTES * context * vocabulary,
         logits + hidden,
         "--max-tokens, --runtimes",

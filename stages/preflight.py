@@ -84,9 +84,9 @@ class LaterStages(Protocol):
     def check_fit(self, source: Source, collected: Collected) -> None:
         """Raise InputError for options that do not fit model and text."""
 
-    def plan(self, run: Run, source: Source, collected: Collected, moments: bool) -> None:
-        """Tell what each stage takes here; raises InputError for a disk without the room, and OnlyPlannedError
-        where the plan is all that was asked for.
+    def plan(self, run: Run, source: Source, collected: Collected, moments: bool, spent: bool) -> None:
+        """Tell what each stage takes here, where second `moments` are gathered, and `spent` layer by layer; raises
+        InputError for a disk without the room, and OnlyPlannedError where the plan is all that was asked for.
         """
 
     def chosen_options(self, run: Run) -> ScaleOptions:

@@ -2,17 +2,19 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from ..calibrate.measure.moments import FIRST
 from ..calibrate.measure.statistics import Statistics, load_arrays, load_statistics
-from ..calibrate.model.gemms import attention_heads
-from ..calibrate.model.source import Source
+from ..calibrate.model.gemms import attention_heads, observed_gemms, output_channel_axis
+from ..calibrate.model.source import Source, meta_model
 from ..calibrate.ranks.world import World
 from ..core.errors import InputError
 from ..core.files import disk_errors, replacing, write_document
@@ -20,7 +22,7 @@ from ..core.output_folder import WorkFolder
 from ..core.run import Run
 from ..options import BF16, BLOCK, RescaleOptions, ScaleOptions, WeightRounding
 from ..quantize.checkpoint.hf_layout import hf_layout_of
-from ..quantize.checkpoint.rounding_ranks import round_in_ranks, round_share
+from ..quantize.checkpoint.rounding_ranks import round_group, round_in_ranks, round_share
 from ..quantize.checkpoint.writer import quantize_checkpoint
 from ..quantize.codes.blocks import SIDE
 from ..quantize.reading.codecs import CODECS
@@ -44,15 +46,21 @@ from ..quantize.scales.policy import (
     mixed_group_warning,
     shared_input_notes,
 )
-from ..quantize.weights.channels import LEAST_HELD_OUT, WeightScaling, joined_families, tensor_scales
-from ..quantize.weights.code_sources import GptqCodes, LearnedCodes, RoundedCodes, Rounding
+from ..quantize.weights.channels import (
+    LEAST_HELD_OUT,
+    WeightMethod,
+    WeightScaling,
+    joined_families,
+    tensor_scales,
+)
+from ..quantize.weights.code_sources import CodeSource, GptqCodes, LearnedCodes, RoundedCodes, Rounding
 from ..quantize.weights.gptq import WEIGHED_SHRINKAGE, Compensations
 from ..quantize.weights.rounding_progress import CachedCodes
 from ..quantize.weights.sequential import SequentialRounding
 from .corpus import in_batches, load_tokens
 from .gradients import load_first_tokens, output_folder
 from .measure import measure_queries
-from .pipeline.stage import Key, Notes, device
+from .pipeline.stage import Key, Notes, arithmetic, device
 from .pipeline.stages import DISTILL, MEASURE, QUANTIZE, QuantizeFacts
 from .shared.adapters import fingerprints
 from .shared.model_files import carry_graphs, has_graphs
@@ -61,8 +69,8 @@ from .shared.model_files import carry_graphs, has_graphs
 @dataclass(frozen=True)
 class KnownCodes:
     """Codes that are there already. `learned`: those that `fp8q distill` learned from these scales are taken, where
-    there are any. `rounded`: a folder of this run's codes by GPTQ, which are read from there and added. `world`: ranks
-    that round by GPTQ together.
+    there are any. `rounded`: a folder of this run's codes by GPTQ, which are read from there and added; it has all of
+    them where the run has no second moments. `world`: ranks that round by GPTQ together.
     """
 
     learned: bool = True
@@ -93,11 +101,11 @@ def quantize(
     """The stage `quantize`: choose scales, write `model/` and `scales.json`; `known`: codes that are not made again."""
     if options.q_scale:
         measure_queries(run, "--q-scale", notes)
-    key = rounding_key(run, source, options)
-    if known.learned:
-        key = replace(key, inputs={**key.inputs, **learned_codes(run, key, notes)})
+    key = _key(run, source, options, notes, known)
     if QUANTIZE.is_current(run, key):
         return
+    if options.needs_moments and not (known.rounded or run.distilled.name in key.inputs):
+        require_moments(run)
     stages = {
         "corpus": run.calibration,
         "queries": run.queries,
@@ -142,6 +150,21 @@ def quantize(
                 path for path in run.model.rglob("*") if path.is_file() and path.suffix != ".onnx" and path != run.card
             ),
         ]
+
+
+def _key(
+    run: Run, source: Source, options: ScaleOptions, notes: Notes, known: KnownCodes
+) -> Key[ScaleOptions, QuantizeFacts]:
+    """The key of the codes, learned ones among them where these are taken."""
+    key = rounding_key(run, source, options)
+    if not known.learned:
+        return key
+    return replace(key, inputs={**key.inputs, **learned_codes(run, key, notes)})
+
+
+def is_quantized(run: Run, source: Source, options: ScaleOptions, notes: Notes) -> bool:
+    """Tell whether the measured `run` has the checkpoint of these `options`."""
+    return QUANTIZE.is_current(run, _key(run, source, options, notes, ALL_LEARNED))
 
 
 def rounding_key(run: Run, source: Source, options: ScaleOptions) -> Key[ScaleOptions, QuantizeFacts]:
@@ -278,7 +301,7 @@ def _inputs(run: Run, options: ScaleOptions) -> dict[str, str]:
     stages = run.record().stages
     moments = options.weight_rounding == "gptq"
     measured = stages["measure"].outputs
-    inputs = {name: digest for name, digest in measured.items() if moments or not name.startswith("moments/")}
+    inputs = {name: digest for name, digest in measured.items() if moments or not is_of_moments(name)}
     if options.weight_rounding == "sequential":
         inputs[run.calibration.name] = stages["corpus"].outputs[run.calibration.name]
     if options.q_scale:
@@ -336,14 +359,91 @@ def _rounding(
             sequential = RoundedCodes(made.judged, scaling.method, "sequential")
             yield Rounding(scaling, (*inherited_first, sequential), in_blocks, device())
     elif options.weight_rounding == "gptq":
-        lost = {module: lost_share(activation.sqnr_db) for module, activation in scales.activations.items()}
-        lost |= dict.fromkeys(scales.in_form(BF16), 0.0)
-        first = group_of(record.groups)
-        compensations = compensations_of(run, statistics, options, run.moments, first, lost)
-        gptq = GptqCodes(scaling, compensations, codes, output_folder(run, options))
+        compensations = _compensations(run, statistics, scales, options, run.moments)
+        gptq: CodeSource = GptqCodes(scaling, compensations, codes, output_folder(run, options))
+        if codes and not any(map(is_of_moments, key.inputs)):
+            gptq = _rounded_while_measured(source, scales, codes, compensations, scaling.method)
         yield Rounding(scaling, (*inherited_first, gptq), in_blocks, device())
     else:
         yield Rounding(scaling, inherited_first, in_blocks, device())
+
+
+def _compensations(
+    run: Run, statistics: Statistics, scales: Scales, options: ScaleOptions, moments: Path
+) -> Compensations:
+    """Open the second `moments` for the inputs of `scales`."""
+    lost = {module: lost_share(activation.sqnr_db) for module, activation in scales.activations.items()}
+    lost |= dict.fromkeys(scales.in_form(BF16), 0.0)
+    return compensations_of(run, statistics, options, moments, group_of(statistics.record.groups), lost)
+
+
+def _rounded_while_measured(
+    source: Source, scales: Scales, codes: CachedCodes, compensations: Compensations, method: WeightMethod
+) -> RoundedCodes:
+    """The `codes` of all weights that GPTQ rounded while the model was measured.
+
+    Raises InputError for a weight that has none there, and is not zero.
+    """
+    lost = compensations.lost
+    weights = source.weights()
+    for module in scales.modules:
+        if module in compensations.unknown or codes.has(module, lost[module]):
+            continue
+        if weights.tensor(source.stored(f"{module}.weight")).any():
+            raise InputError(
+                module, "was not rounded while it was measured", "give --keep-moments, which measures and rounds anew"
+            )
+    return RoundedCodes(lambda module: codes.of_input(module, lost[module]), method, "gptq")
+
+
+@dataclass(frozen=True)
+class LayerRounding:
+    """Round the weights of `run` by GPTQ while it is measured layer by layer, from second moments that are not stored,
+    into codes in `folder`.
+    """
+
+    run: Run
+    source: Source
+    gemms: ModelGemms
+    options: ScaleOptions
+    folder: Path
+
+    @cached_property
+    def axes(self) -> dict[str, Literal[0, 1]]:
+        """The axis of output channels in the weight of each module."""
+        return {name: output_channel_axis(module) for name, module in observed_gemms(meta_model(self.source)).items()}
+
+    @property
+    def key(self) -> str:
+        """SHA-256 of everything that the codes depend on, besides the measurement."""
+        key = codes_key(self.run, self.source, self.options)
+        return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+
+    def spend(self, moments: Path, names: Sequence[str], statistics: Statistics) -> None:
+        """Round the weights that read the tensors `names`, by their second `moments` and `statistics`."""
+        options = replace(self.options, kv_cache="off", kv_scale="tensor", kv_skip=(), q_scale=False)
+        chosen = choose_scales(self.source, statistics, self.gemms, options)
+        members = {module for name in names for module in statistics.record.groups[name]}
+        scales = Scales.before_weights(
+            {module: scale for module, scale in chosen.activations.items() if module in members}, {}, (), {},
+            [module for module in chosen.bf16_inputs if module in members],
+        )  # fmt: skip
+        scaling = weight_scaling(self.source, statistics, scales, options)
+        compensations = _compensations(self.run, statistics, scales, options, moments)
+        codes = GptqCodes(scaling, compensations, CachedCodes(self.folder), output_folder(self.run, options))
+        round_group(self.source, codes, scales.modules, self.axes, device())
+
+
+def codes_key(run: Run, source: Source, options: ScaleOptions) -> dict[str, object]:
+    """Everything that codes depend on that are rounded while `run` is measured."""
+    stages = run.record().stages
+    inputs = {"model": source.fingerprint, **stages["corpus"].outputs}
+    if options.weighs_first_token:
+        inputs |= stages["first-tokens"].outputs
+    if options.weighs_outputs:
+        inputs |= stages["outputs"].outputs
+    facts = QuantizeFacts(shrinkage=WEIGHED_SHRINKAGE if options.weigh_first_token else None)
+    return {"inputs": inputs, "options": QUANTIZE.dump(options, facts), **arithmetic()}
 
 
 def compensations_of(
@@ -396,17 +496,9 @@ def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
             "runs the model, and scales are chosen again without it",
             "use `fp8q calibrate` with the options of the run and those that are to change",
         )
+    if chosen.needs_moments:
+        require_moments(run)
     measured = run.record().stages["measure"].outputs
-    if chosen.weight_rounding == "gptq" and not any(name.startswith("moments/") for name in measured):
-        merged = run.facts(MEASURE).runs is not None
-        raise InputError(
-            "--weight-rounding gptq",
-            f"needs the second moments of inputs, which {run.root} has not, "
-            + ("since it was merged without them" if merged else "since it was measured without them"),
-            "measure its parts, and merge them, with --weight-rounding gptq"
-            if merged
-            else "use `fp8q calibrate` with the options of the run and --weight-rounding gptq",
-        )
     if chosen.weighs_first_token and not any(name.endswith(FIRST) for name in measured):
         raise InputError(
             "--weigh-first-token",
@@ -415,6 +507,36 @@ def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
             "use `fp8q calibrate` with the options of the run, or give --no-weigh-first-token",
         )
     return chosen
+
+
+def is_of_moments(name: str) -> bool:
+    """Tell whether an output of `measure` is a file of second moments."""
+    return name.startswith("moments/")
+
+
+def rounded_without_moments(run: Run) -> bool:
+    """Tell whether the weights of `run` were rounded by GPTQ while it was measured."""
+    recorded = run.record().stages
+    if not {MEASURE.name, QUANTIZE.name} <= recorded.keys() or run.facts(MEASURE).runs is not None:
+        return False
+    return scale_options(run).needs_moments and not any(map(is_of_moments, recorded[MEASURE.name].outputs))
+
+
+def require_moments(run: Run) -> None:
+    """Raise InputError where `run` has no second moments to round by."""
+    if any(map(is_of_moments, run.record().stages[MEASURE.name].outputs)):
+        return
+    without = "since it was measured without them"
+    remedy = "use `fp8q calibrate` with the options of the run and --weight-rounding gptq"
+    if run.facts(MEASURE).runs is not None:
+        without = "since it was merged without them"
+        remedy = "measure its parts, and merge them, with --weight-rounding gptq"
+    elif rounded_without_moments(run):
+        without = "since its layers were rounded while they were measured"
+        remedy = "use `fp8q calibrate` with the options of the run and --keep-moments"
+    raise InputError(
+        "--weight-rounding gptq", f"needs the second moments of inputs, which {run.root} has not, {without}", remedy
+    )
 
 
 def scale_options(run: Run) -> ScaleOptions:

@@ -123,14 +123,14 @@ class Following:
         )
         return replace(validate, max_tokens=most)
 
-    def plan(self, run: Run, source: Source, collected: Collected, moments: bool) -> None:
+    def plan(self, run: Run, source: Source, collected: Collected, moments: bool, spent: bool) -> None:
         """Tell what each stage takes here, unless the run is measured already."""
         alone = self.options.planning.plan
         if process_rank().ranks > 1 or (MEASURE.name in run.record().stages and not alone):
             return
         tokens, _ = self._evaluation(source, collected)
         stream = streamed(source, self.options.calibrate.stream, Notes(SILENT))
-        outlook = Outlook(self.graph, moments, stream)
+        outlook = Outlook(self.graph, moments, stream or spent, spent)
         stages = plan_of(source, collected, tokens, self.options, outlook)
         tell(stages, self.notes)
         check_free_disk(run, stages)

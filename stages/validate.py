@@ -1,11 +1,13 @@
 """The stage `validate`: run the held-out text, or another, through the runtimes; check the loss against its limit."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 
 from ..calibrate.text.evaluation import Evaluation, enough_tokens, prompt_of, sha256_of
 from ..core.errors import BackendError, InputError, UnfinishedError
 from ..core.files import sha256_file, write_document
+from ..core.output_folder import WorkFolder
 from ..core.reporter import SILENT
 from ..core.run import Run
 from ..core.run_writer import RunWriter
@@ -35,7 +37,7 @@ from ..validate.accuracy.document import (
 from ..validate.accuracy.top_logits import save_top_logits
 from .corpus import load_tokens
 from .other_text import evaluation, positions
-from .pipeline.stage import CALIBRATE_MODULES, Key, Notes, device, lacking, note_other_arithmetic
+from .pipeline.stage import CALIBRATE_MODULES, Key, Notes, arithmetic, device, lacking, note_other_arithmetic
 from .pipeline.stages import VALIDATE, ValidateFacts
 from .shared.added_runtimes import AddedRun, added_run, drop_outdated, run_added, with_host_runtimes
 from .shared.engines import engines_here
@@ -58,12 +60,15 @@ DECODED_ON_CPU = 2048
 SHORTEST = 32
 
 
-def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions) -> Accuracy:
+def validate(
+    run: Run, notes: Notes, data: str | None, options: ValidateOptions, lasting: WorkFolder | None = None
+) -> Accuracy:
     """Run the held-out text, or `data`, through `options.runtimes`, unless that is done, and return the results.
 
     Needles that are asked for come first. Runtimes that all need no torch are added to what is there, where that is of
-    the same tokens. After writing the results it raises UnfinishedError for runtimes that failed, and GateError for a
-    runtime that loses more than the limits of `options` that were asked for.
+    the same tokens. `lasting`: the folder that keeps what the float model gives, for other forms of the run. After
+    writing the results it raises UnfinishedError for runtimes that failed, and GateError for a runtime that loses more
+    than the limits of `options` that were asked for.
     """
     if options.needles is not None:
         from .needles import ask_needles
@@ -73,10 +78,12 @@ def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
     if added := _added_run(run, notes, data, options):
         return _add(added, notes)
     check_torch(options)
-    return _run_all(run, notes, data, options)
+    return _run_all(run, notes, data, options, lasting)
 
 
-def _run_all(run: Run, notes: Notes, data: str | None, options: ValidateOptions) -> Accuracy:
+def _run_all(
+    run: Run, notes: Notes, data: str | None, options: ValidateOptions, lasting: WorkFolder | None
+) -> Accuracy:
     """Run all of `options.runtimes`, unless that is done, and return the results in place of those before."""
     if data is not None:
         check_there(data)
@@ -108,8 +115,11 @@ def _run_all(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
     key = _key(inputs, options, tokens)
     if not (VALIDATE.is_current(run, key, with_host_runtimes(run, key)) and has_top_logits(run)):
         note_other_arithmetic(run, notes)
-        with VALIDATE.writing(run, key, notes) as log, VALIDATE.working(run, key, notes) as folder:
-            outcome = evaluate_runtimes(run, tokens, options, folder, notes)
+        with ExitStack() as work:
+            log = work.enter_context(VALIDATE.writing(run, key, notes))
+            folder = work.enter_context(VALIDATE.working(run, key, notes))
+            shared = work.enter_context(lasting.opened(_float_key(run, tokens))) if lasting else None
+            outcome = evaluate_runtimes(run, tokens, options, folder, notes, shared)
             adapted = evaluate_adapters(run, tokens, options, folder, notes)
             outcome.failed.update(adapted.failed)
             images = evaluate_images(run, rows, options, folder, notes)
@@ -218,6 +228,11 @@ def _key(inputs: dict[str, str], options: ValidateOptions, tokens: Evaluation) -
     )
     facts = ValidateFacts(prefix=protocol.prefix, overlap=protocol.overlap)
     return Key(inputs | {"tokens": protocol.sha256}, resolved, facts)
+
+
+def _float_key(run: Run, tokens: Evaluation) -> dict[str, object]:
+    """Everything that the float model gives of `tokens` depends on."""
+    return {"model": run.record().model, "tokens": tokens.protocol.model_dump(mode="json"), **arithmetic()}
 
 
 def has_top_logits(run: Run) -> bool:

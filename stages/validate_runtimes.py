@@ -1,6 +1,6 @@
 """Run evaluation windows through the runtimes that `fp8q validate` names, some of which need torch."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -29,8 +29,10 @@ from ..validate.accuracy.compare import (
     FLOAT32,
     Opener,
     Outcome,
+    Turns,
     Workplace,
-    compare_in_turn,
+    lasting_runtimes,
+    taken_in_turn,
     windows_at_once,
 )
 from ..validate.accuracy.document import Accuracy, ImageAccuracy
@@ -59,8 +61,11 @@ from .shared.image_rows import ImageRows
 from .shared.sources import source_of
 
 
-def evaluate_runtimes(run: Run, tokens: Evaluation, options: ValidateOptions, folder: Path, notes: Notes) -> Outcome:
-    """Run `tokens` through the runtimes; `folder` has the results of a killed call.
+def evaluate_runtimes(
+    run: Run, tokens: Evaluation, options: ValidateOptions, folder: Path, notes: Notes, lasting: Path | None = None
+) -> Outcome:
+    """Run `tokens` through the runtimes; `folder` has the results of a killed call, and `lasting` those of the float
+    model, for other forms of the run.
 
     Raises BackendError where no runtime works.
     """
@@ -75,8 +80,10 @@ def evaluate_runtimes(run: Run, tokens: Evaluation, options: ValidateOptions, fo
         notes.note(cost(run, taken, options.accumulator, device()))
     source = cache(partial(_source_with_note, run, notes))
     asked = Loading(run, source, device(), prompt=options.as_served)
-    with opening(tokens, options, notes)(options.chosen, asked, folder) as made:
-        outcome = compare_in_turn(tokens, made, vocabulary_size(run), folder / "windows", notes)
+    known = lasting_runtimes(lasting) if lasting else set()
+    with opening(tokens, options, notes, known)(options.chosen, asked, folder) as made:
+        turns = Turns(tokens, made, vocabulary_size(run), folder / "windows", lasting=lasting)
+        outcome = taken_in_turn(turns, notes)
     if options.accumulator:
         baseline = made.get(BASELINE) if BASELINE not in outcome.failed else None
         sums = compare_sums(run, taken, baseline, options.accumulator, Workplace(device(), folder / "sums", notes))
@@ -95,9 +102,11 @@ def check_stream(options: ValidateOptions) -> None:
         )
 
 
-def opening(tokens: Evaluation, options: ValidateOptions, notes: Notes) -> Opening:
+def opening(
+    tokens: Evaluation, options: ValidateOptions, notes: Notes, known: Collection[str] = frozenset()
+) -> Opening:
     """Return what opens the runtimes that `tokens` go through: whole models, or, where memory does not hold them or
-    `options` say so, their decoder layers one after the other.
+    `options` say so, their decoder layers one after the other. The results of those that are `known` are there.
 
     A model that is no chain of layers is run as a whole, with a note, unless layers were asked for.
     """
@@ -105,7 +114,7 @@ def opening(tokens: Evaluation, options: ValidateOptions, notes: Notes) -> Openi
     @contextmanager
     def opened(names: tuple[str, ...], asked: Loading, folder: Path) -> Iterator[Mapping[str, Opener]]:
         made = openers(names, asked)
-        in_torch = [name for name in made if name in WITHOUT_GRAPH]
+        in_torch = [name for name in made if name in WITHOUT_GRAPH and name not in known]
         if not in_torch or not go_by_layer(in_torch, asked.source, options, notes):
             yield made
             return
@@ -210,7 +219,7 @@ def evaluate_images(
     )
     tokens = seen.evaluation()
     made = seen.openers(names, Loading(run, lambda: source, device()))
-    outcome = compare_in_turn(tokens, made, vocabulary_size(run), folder / "images", notes)
+    outcome = taken_in_turn(Turns(tokens, made, vocabulary_size(run), folder / "images"), notes)
     if outcome.failed:
         raise BackendError("rows with images", "; ".join(outcome.failed.values()))
     scored = tokens.protocol.tokens

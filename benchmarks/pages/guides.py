@@ -29,6 +29,16 @@ class Sizes:
         return 2 * self.width**2 + 2 * self.width * self.keys + 3 * self.width * self.inner
 
     @property
+    def moments(self) -> int:
+        """The bytes of the second moments of a layer's inputs: of q, k and v, of o, of gate and up, and of down."""
+        return 4 * (3 * self.width**2 + self.inner**2)
+
+    @property
+    def spent(self) -> int:
+        """The most bytes of second moments and codes at a time, where each layer is rounded once it has run."""
+        return self.moments + self.layers * self.layer
+
+    @property
     def wide(self) -> int:
         """The weights of embeddings and head, which stay in BF16."""
         return 2 * self.vocabulary * self.width
@@ -90,7 +100,6 @@ def llama_on_one_gpu() -> str:
     model, speed = LLAMA_8B, two_cores()
     tokens = [windows * length for windows, length in WINDOWS.values()]
     flop = [2 * model.parameters * count for count in tokens]
-    moments = 4 * model.layers * (3 * model.width**2 + model.inner**2)
     counted = load("rounding_launches")["models"]["8B"]
     larger = load("rounding_launches_70b")["models"]["70B"]
     mse = load("weight_mse")["results"][0]["ours_s_per_billion"] * (model.parameters - model.wide) / 1e9
@@ -109,7 +118,16 @@ def llama_on_one_gpu() -> str:
         ],
         ["at two CPU cores' measured speed", f"FLOP / ({power(speed)})", *(took(x / speed) for x in flop)],
         ["choosing the weights' scales, two CPU cores", "measured for 10⁹ weights", *[took(mse)] * 2],
-        ["`gptq`: second moments on disk", "4 bytes · 32 · (3 · 4,096² + 14,336²)", *[gb(moments)] * 2],
+        [
+            "`gptq`: second moments on disk",
+            "4 bytes · 32 · (3 · 4,096² + 14,336²)",
+            *[gb(model.layers * model.moments)] * 2,
+        ],
+        [
+            "`gptq --stream --no-keep-moments`: on disk",
+            "a layer's second moments, and all codes",
+            *[gb(model.spent)] * 2,
+        ],
         ["`gptq`: rounding, one CPU thread", "measured for a weight of each shape", *[took(gptq_seconds(model))] * 2],
         [
             "`gptq`: rounding, one H100 SXM's ceilings",
@@ -142,6 +160,16 @@ def streaming() -> str:
             "hidden states on disk, until the end",
             "2 files · 2 bytes · T · width",
             *(gb(4 * tokens * model.width) for model in models),
+        ],
+        [
+            "`gptq`: second moments on disk",
+            "4 bytes · layers · (3 · width² + MLP width²)",
+            *(gb(model.layers * model.moments) for model in models),
+        ],
+        [
+            "`gptq --no-keep-moments`: on disk",
+            "a layer's second moments, and all codes",
+            *(gb(model.spent) for model in models),
         ],
         ["largest layer", "2 bytes · its weights", *(gb(2 * model.layer) for model in models)],
         [

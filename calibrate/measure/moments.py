@@ -14,6 +14,9 @@ On a GPU with room for them the sums over batches stay there, in FP32, and `clos
 of a layer where the model is streamed. Copied after each batch, those of an 8B would be 32.7 GB a batch. A sum of n
 batches is off by at most n · 2^-24 of Σ |x_i x_j|, 8e-6 for 128 batches; GPTQ adds 1e-2 of the mean diagonal. Inputs in
 BF16 are multiplied there by the units for BF16, whose products are exact and are added up in FP32.
+
+A model that is streamed needs the sums of one layer at a time, if its weights are rounded when the layer has run
+(`SpentMoments`): then none are stored.
 """
 
 import os
@@ -29,6 +32,7 @@ from ...core.files import reading, replacing
 from ...core.run import Run
 from ..model.memory import has_room
 from .held_out import HELD_OUT, HeldOutTokens, load_inputs, save_inputs
+from .statistics import Statistics
 
 #: What the names of files with the first tokens of windows end in.
 FIRST = ".first.npy"
@@ -138,7 +142,11 @@ class SecondMoments:
         """Prepare to gather from `step` of a model that goes layer by layer on, for a text of so many `batches`."""
 
     def begin(self, step: int) -> None:
-        """Prepare for the moments of `step`, which `close` ends."""
+        """Prepare for the moments of `step`, which `end` ends."""
+
+    def end(self, statistics: Statistics) -> None:
+        """End a step of a model that goes layer by layer, whose tensors have these `statistics`."""
+        self.close()
 
     def go_on(self, folder: Path, batches: int) -> None:
         """Go on with the sums and tokens that are in `folder`, of a text of so many `batches`; with nothing where it is
@@ -158,10 +166,14 @@ class SecondMoments:
 
     def save(self) -> None:
         """Write the sums to disk, and go on adding to them."""
-        for name, file in self._files.items():
-            if name in self._on_gpu:
-                torch.from_numpy(file).copy_(self._on_gpu[name])
+        self._collect()
+        for file in self._files.values():
             file.flush()
+
+    def _collect(self) -> None:
+        """Copy the sums that a GPU holds to their mapped files."""
+        for name, total in self._on_gpu.items():
+            torch.from_numpy(self._files[name]).copy_(total)
 
     def close(self) -> list[str]:
         """Write the sums and tokens to disk and close the files; return the names of the sums."""
@@ -179,6 +191,34 @@ class SecondMoments:
             save_inputs(first_file(folder, name), torch.cat([part.to(tokens[-1].device) for part in tokens]))
         if self._held_out is not None:
             self._held_out.save(folder)
+
+
+#: Rounds weights by the second moments in a folder, of tensors with these names, whose step has these statistics.
+Spend = Callable[[Path, Sequence[str], Statistics], None]
+
+
+class SpentMoments(SecondMoments):
+    """The sums of one step at a time, which are spent when it ends and not stored.
+
+    A step that a killed call was in begins anew, so nothing waits for the disk.
+    """
+
+    def __init__(self, folder: Path, spend: Spend):
+        """Add up in `folder`, which is emptied, and `spend` what a step gave."""
+        shutil.rmtree(folder, ignore_errors=True)
+        super().__init__(folder, first_apart=True)
+        self._spend = spend
+
+    def save(self) -> None:
+        """Make the sums readable in their files."""
+        self._collect()
+
+    def end(self, statistics: Statistics) -> None:
+        """End a step: spend its sums and tokens, and remove them."""
+        names = self.close()
+        self._spend(self.folder, names, statistics)
+        shutil.rmtree(self.folder)
+        self.folder.mkdir()
 
 
 def has_exact_units(x: torch.Tensor) -> bool:

@@ -241,10 +241,11 @@ class Stream(Chain):
         self._save(self.layers.count + 1, watch, {})
 
     def _save(self, step: int, watch: Watch, amax: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """End a step: write its moments first, then its statistics."""
+        """End a step: write or spend its moments first, then write its statistics."""
+        tensors = watch.statistics()
         if self.what.moments is not None:
-            self.what.moments.close()
-        save_arrays(self._file(step), watch.statistics(), amax)
+            self.what.moments.end(self.what.statistics(self.groups, tensors, {}, routed_gemms(self.model)))
+        save_arrays(self._file(step), tensors, amax)
 
 
 def going_on(report: Reporter, layer: int, count: int) -> None:

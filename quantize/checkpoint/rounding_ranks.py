@@ -112,7 +112,7 @@ def round_in_ranks(
     for thread in threads:
         thread.start()
     for group in task.shares[0]:
-        _round(source, codes, group, axes, device)
+        round_group(source, codes, group, axes, device)
     for thread in threads:
         thread.join()
     if failures:
@@ -135,7 +135,7 @@ def round_share(world: World, source: Source, folder: Path, device: str) -> bool
         for path in (moments, stored.folder):
             path.mkdir(parents=True)
         channel.receive(moments)
-        _round(source, GptqCodes(task.scaling, task.compensations(moments), stored), group, task.axes, device)
+        round_group(source, GptqCodes(task.scaling, task.compensations(moments), stored), group, task.axes, device)
         channel.send(stored.files())
     shutil.rmtree(folder, ignore_errors=True)
     return True
@@ -187,8 +187,8 @@ def _receive_codes(channel: FileChannel, stored: CachedCodes, received: Path) ->
     received.rmdir()
 
 
-def _round(
-    source: Source, codes: GptqCodes, group: Group, axes: Mapping[str, Literal[0, 1]], device: str
+def round_group(
+    source: Source, codes: GptqCodes, group: Sequence[str], axes: Mapping[str, Literal[0, 1]], device: str
 ) -> None:  # fmt: skip
     """Round the weights of `group`; the codes are stored, and a weight of zeros has none."""
     narrowing = Narrowing(source, source.weights())

@@ -62,7 +62,6 @@ REVIEWED: Mapping[str, Mapping[str, Kind]] = {
     "docs/guides/larger-than-memory.md": {
         "one GPU of 80 GB": "format",
         "exceed 80 % of the free memory": "limit",
-        "33 GB for 8B": "arithmetic",
     },
     "docs/guides/llama-8b.md": {"one GPU of 80 GB": "format"},
     "docs/guides/mixture.md": {"256 experts are 210 GB": "arithmetic"},

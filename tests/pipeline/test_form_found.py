@@ -1,24 +1,37 @@
 """`fp8q run` finds a form that meets the limit, where one code an activation does not and none was asked for."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fp8q import api
+from fp8q.calibrate.model.source import Source
 from fp8q.core.errors import GateError
 from fp8q.core.run import Run
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.scales.scheme import in_two_codes, tails_of
+from fp8q.quantize.weights.channels import QuantizedWeight
+from fp8q.quantize.weights.rounding_progress import CachedCodes
+from fp8q.stages.forms import FormCandidates
+from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.validate import validate
-from fp8q.validate.accuracy.document import load_accuracy
+from fp8q.validate.accuracy import runtimes
+from fp8q.validate.accuracy.compare import Forward
+from fp8q.validate.accuracy.document import Accuracy, load_accuracy
 from fp8q.validate.report.verdict import next_steps, report_verdict, standing
+from fp8q.validate.tuning.choices import Mix
 from fp8q.validate.tuning.form_choice import form_table, load_form_choice
 
 pytestmark = pytest.mark.slow
 #: Less than one code loses on this text, and more than other forms do.
 LIMIT = 0.001
+
+
+#: What a search leaves that does not say when it ran.
+RESULTS = ("accuracy.json", "tokens.npz", "top_logits.npz", "forms.json", "scales.json")
 
 
 def run(model: Path, texts: Any, out: Path, **more: Any) -> Run:
@@ -30,9 +43,46 @@ def run(model: Path, texts: Any, out: Path, **more: Any) -> Run:
     return api.run(str(model), str(texts.calibration), out, str(texts.evaluation), api.RunOptions(**(options | more)))
 
 
+@dataclass
+class Counted:
+    """A run of which a form was searched: the runtimes of the float model that were loaded, the weights that GPTQ
+    rounded, each for a share that its input loses, and the mixes that the run was made in.
+    """
+
+    run: Run
+    loaded: list[str] = field(default_factory=list)
+    rounded: list[tuple[str, float]] = field(default_factory=list)
+    mixes: list[Mix] = field(default_factory=list)
+
+
 @pytest.fixture(scope="module")
-def made(demo_checkpoint: Path, demo_texts: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run(demo_checkpoint, demo_texts, tmp_path_factory.mktemp("forms") / "run")
+def counted(demo_checkpoint: Path, demo_texts: Any, tmp_path_factory: pytest.TempPathFactory) -> Counted:
+    counts = Counted(Run(tmp_path_factory.mktemp("forms") / "run"))
+    float_model, keep, make = runtimes.float_model, CachedCodes.keep, FormCandidates.make
+
+    def loading(source: Source, dtype: torch.dtype, device: str) -> Forward:
+        counts.loaded.append(str(dtype))
+        return float_model(source, dtype, device)
+
+    def keeping(codes: CachedCodes, module: str, lost: float, weight: QuantizedWeight) -> None:
+        counts.rounded.append((module, lost))
+        keep(codes, module, lost, weight)
+
+    def making(candidates: FormCandidates, mix: Mix) -> api.ScaleOptions:
+        counts.mixes.append(mix)
+        return make(candidates, mix)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(runtimes, "float_model", loading)
+        patched.setattr(CachedCodes, "keep", keeping)
+        patched.setattr(FormCandidates, "make", making)
+        run(demo_checkpoint, demo_texts, counts.run.root)
+    return counts
+
+
+@pytest.fixture(scope="module")
+def made(counted: Counted) -> Run:
+    return counted.run
 
 
 def test_the_run_ends_acceptable_and_tells_what_each_form_costs(made: Run) -> None:
@@ -86,6 +136,28 @@ def test_no_form_is_chosen_that_the_server_does_not_compute(made: Run) -> None:
     scales = load_scales(made)
     assert not in_two_codes(scales.forms)
     assert not tails_of(scales.forms)
+
+
+def test_a_search_evaluates_the_float_model_once_and_rounds_a_weight_once_for_each_share_that_its_input_loses(
+    counted: Counted,
+) -> None:
+    assert counted.loaded == ["torch.bfloat16"]
+    assert len(counted.mixes) > 2  # that to begin with, the finest and the chosen one, at least
+    assert counted.rounded
+    assert len(counted.rounded) == len({*counted.rounded})
+    assert not list(counted.run.root.glob(".*.work"))
+
+
+def test_what_it_writes_is_what_each_form_evaluated_alone_gives(
+    made: Run, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluated_alone(run: Run, notes: Notes, options: api.RunOptions) -> Accuracy:
+        return validate(run, notes, None, options.validate)
+
+    monkeypatch.setattr("fp8q.stages.forms._evaluated", evaluated_alone)
+    alone = run(demo_checkpoint, demo_texts, tmp_path / "alone")
+    for file in RESULTS:
+        assert (alone.root / file).read_bytes() == (made.root / file).read_bytes(), file
 
 
 def test_another_call_does_nothing_again(made: Run, demo_checkpoint: Path, demo_texts: Any) -> None:

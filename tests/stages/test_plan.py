@@ -14,11 +14,12 @@ from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.options import PlanOptions, RunOptions
 from fp8q.stages import plan as stage
+from fp8q.stages import plan_rates
 from fp8q.stages import run as running
 from fp8q.stages.corpus import Collected, Opening
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.plan import Outlook, Planned, PlannedStage, disk_needed, lines_of, stages_of
-from fp8q.stages.plan_rates import Rates
+from fp8q.stages.plan_rates import Rates, gptq_seconds
 from fp8q.stages.run import Following
 
 SMALL: dict[str, Any] = {"samples": 4, "seq_len": 64, "batch_size": 2}
@@ -39,13 +40,13 @@ def planned(
     moments: bool = False,
     validate: api.ValidateOptions = api.ValidateOptions(),
     prompt: int | None = None,
+    server: Any = None,
     **options: Any,
 ) -> dict[str, PlannedStage]:
-    asked = RunOptions(calibrate=api.CalibrateOptions(batch_size=2, **options), validate=validate)
+    asked = RunOptions(calibrate=api.CalibrateOptions(batch_size=2, server=server, **options), validate=validate)
     evaluation = cut(np.zeros(16, np.int64), "b", 8, 8, prompt=prompt)
-    plan = Planned(
-        open_source(str(demo_checkpoint)), asked, collected(3, 16), evaluation, Outlook(False, moments, False), RATES
-    )
+    outlook = Outlook(False, moments, False, options.get("keep_moments") is False)
+    plan = Planned(open_source(str(demo_checkpoint)), asked, collected(3, 16), evaluation, outlook, RATES)
     return {stage.name: stage for stage in stages_of(plan)}
 
 
@@ -75,8 +76,26 @@ def test_the_disk_of_a_stage_has_all_its_files(demo_checkpoint: Path) -> None:
     assert costliest["scales and checkpoint"].freed == 120  # of the checkpoint that is replaced
     assert RATES.backward_bytes(64, by_layer=True) == 4 * (2 + 3) * 64 * 4
     assert RATES.backward_bytes(64, by_layer=False) == 0
-    search = planned(demo_checkpoint)["search of a form"]
-    assert (search.disk, search.freed) == (120 + 4 * (3 * 3 + 4 * 4) + 80, 120 + 80)
+    stages = planned(demo_checkpoint)
+    search, logits = stages["search of a form"], stages["validate"].spare
+    assert logits == 2 * 14 * open_source(str(demo_checkpoint)).text_config.vocab_size
+    assert (search.disk, search.freed) == (120 + 4 * (3 * 3 + 4 * 4) + 80 + logits, 120 + 80 + logits)
+
+
+def test_moments_that_are_spent_take_a_layers_room_and_that_of_the_codes(demo_checkpoint: Path) -> None:
+    """Two layers of 4 · (9 + 16) bytes together, and 80 codes until the checkpoint of 120 bytes has them."""
+    stages = planned(demo_checkpoint, moments=True, weight_rounding="gptq", stream=True, keep_moments=False)
+    calibrating, writing = stages["calibrate"], stages["scales and checkpoint"]
+    assert (calibrating.disk, calibrating.freed) == (50 + 80, 50)
+    assert (writing.disk, writing.freed) == (120, 80)
+    assert disk_needed([calibrating, writing]) == 80 + 120
+
+
+def test_a_search_evaluates_the_float_model_again_for_other_windows_alone(demo_checkpoint: Path) -> None:
+    """Eight windows of prediction, four candidates, and the form that is chosen: by BF16 too where it has a tail."""
+    with_tail, without = (planned(demo_checkpoint, server=name)["search of a form"] for name in ("tensorrt", "vllm"))
+    begin = 5 + 2 * 1.0
+    assert with_tail.seconds - without.seconds == pytest.approx(begin + 16 * 1.0 + 14 * 0.25)
 
 
 def test_a_validation_by_layers_counts_its_hidden_states(demo_checkpoint: Path) -> None:
@@ -105,6 +124,17 @@ def test_what_is_not_certain_is_left_out_of_all() -> None:
         "plan: b: 1 min 0 s, 3 GB of memory, 0 B of disk, if one code an activation loses too much",
         "plan: all: 1 min 30 s, 2 GB of memory, 1 GB of disk, by a few tokens and GEMMs that were measured here",
     ]
+
+
+def test_gptq_is_measured_on_as_many_rows_as_a_weight_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An input takes a time of its own, on 64 rows most of it: so a number took five times as long as on 512."""
+    clock = iter((2.0, 3.0, 10.0))
+    squared = (10 - 3) / (512**2 * (512 - 64))
+    one = 3 / 512 - squared * 512 * 64
+    monkeypatch.setattr(plan_rates, "seconds", lambda work: next(clock))
+    assert gptq_seconds([(100, 10), (50, 20)], [10, 20]) == pytest.approx(
+        2 / 512**3 * (10**3 + 20**3) + one * (10 + 20) + squared * (100 * 10**2 + 50 * 20**2)
+    )
 
 
 def test_plan_writes_nothing_and_ends_well(demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from fp8q import api
 from fp8q.calibrate.model.decoder import NoChainError
 from fp8q.calibrate.model.memory import weight_bytes
 from fp8q.core.errors import InputError
+from fp8q.core.output_folder import WorkFolder
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.quantize.reference.fp8_model import load_reference
@@ -23,7 +24,9 @@ from fp8q.quantize.reference.layer_chain import ReferenceChain
 from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared.sources import source_of
+from fp8q.stages.validate import validate
 from fp8q.validate.accuracy.document import load_token_losses
+from fp8q.validate.accuracy.runtimes import layer_chain
 from fp8q.validate.pair.streamed import PairStream
 
 from ..conftest import MadeOnce
@@ -85,6 +88,32 @@ def test_the_losses_are_those_of_the_models_in_memory(name: str, calibrated: Cal
     assert whole.keys() == streamed.keys() == {*IN_MEMORY, *one_term}
     assert all(np.array_equal(whole[name], streamed[name], equal_nan=True) for name in whole)
     assert not np.array_equal(whole["bf16"], whole["reference"], equal_nan=True)
+
+
+def test_the_float_model_goes_through_its_layers_once_for_two_forms(
+    calibrated: Callable[[str], Run], report: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = calibrated("llama")
+    options = api.ValidateOptions(
+        ("bf16", "reference"), context=32, allow_overlap=True, max_tokens=600, max_kl=99.0, stream=True
+    )
+    lasting = WorkFolder(run.root, "float-model")
+    validate(run, report, None, options, lasting)
+    api.scales(run.root, form=("dynamic",))
+    alone = Run(Path(shutil.copytree(run.root, run.root.with_name("alone"))))
+    chains: list[str] = []
+
+    def noting(name: str, asked: Any) -> Any:
+        chains.append(name)
+        return layer_chain(name, asked)
+
+    monkeypatch.setattr("fp8q.stages.validate_runtimes.layer_chain", noting)
+    validate(run, report, None, options, lasting)
+    assert chains == ["reference"]
+    validate(alone, report, None, options)
+    assert chains == ["reference", "bf16", "reference"]
+    for file in ("accuracy.json", "tokens.npz", "top_logits.npz"):
+        assert (run.root / file).read_bytes() == (alone.root / file).read_bytes(), file
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ Only one runtime is loaded at a time, so the peak of memory is that of the large
 compared with write their logits to disk (`stored_logits`), for a chunk of windows at a time; a tenth of the free disk
 bounds a chunk, and most texts are one chunk. The batches of windows do not depend on the chunks, so the numbers do not
 either. Results are saved after each chunk, and a killed call goes on at the next runtime. A runtime that fails is left
-out, and the others go on.
+out, and the others go on. What the float model gives depends on no form of the run: it may be kept for another
+comparison of the same windows.
 """
 
 import shutil
@@ -26,6 +27,7 @@ from ...core.errors import BackendError
 from ...core.files import replacing
 from ...core.memory import release_memory
 from ...core.reporter import Reporter
+from ...options import FLOAT
 from .as_served import LogitsPart
 from .divergence import (
     NLL,
@@ -197,16 +199,19 @@ def compare_in_turn(
     `folder` keeps the results: a call with the same evaluation and runtimes goes on from there. `token_measure`: how
     they are measured (None: with torch, against the baselines among them).
     """
-    folder.mkdir(exist_ok=True)
-    turns = Turns(evaluation, openers, vocabulary, folder, token_measure)
+    return taken_in_turn(Turns(evaluation, openers, vocabulary, folder, token_measure), report)
+
+
+def taken_in_turn(turns: "Turns", report: Reporter) -> Outcome:
+    """Run all runtimes of `turns` whose results are missing, one after the other."""
     todo = {part: names for part in range(len(turns.parts)) if (names := turns.missing(part))}
     if len(todo) > 1:
         report.note(
-            f"{turns.chunk:,} of {len(evaluation.ids):,} windows at a time, whose logits a tenth of the free disk has "
-            f"room for: each runtime is loaded {len(todo)} times"
+            f"{turns.chunk:,} of {len(turns.evaluation.ids):,} windows at a time, whose logits a tenth of the free "
+            f"disk has room for: each runtime is loaded {len(todo)} times"
         )
     windows = sum(turns.windows(part) * len(names) for part, names in todo.items())
-    with report.track(f"Evaluating {', '.join(openers)}", windows, "windows") as advance, without_gradients():
+    with report.track(f"Evaluating {', '.join(turns.openers)}", windows, "windows") as advance, without_gradients():
         for part in todo:
             turns.take(part, advance)
     return turns.outcome()
@@ -217,12 +222,18 @@ class Turns:
 
     def __init__(
         self, evaluation: Evaluation, openers: Mapping[str, Opener], vocabulary: int, folder: Path,
-        token_measure: TokenMeasure | None = None,
+        token_measure: TokenMeasure | None = None, lasting: Path | None = None,
     ):  # fmt: skip
-        """Cut the chunks, as the call did that began this `folder`."""
+        """Cut the chunks, as the call did that began this `folder`, which is made.
+
+        `lasting`: the folder that has the results of the float model for other comparisons of the same windows, and,
+        where these are one chunk, its logits; None: `folder` has them too, and logits are removed.
+        """
+        folder.mkdir(exist_ok=True)
         self.evaluation = evaluation
         self.openers = openers
         self.folder = folder
+        self.lasting = lasting
         self.failed: dict[str, str] = {}
         self.names = [name for name in BASELINES if name in openers]
         self.names += [name for name in openers if name not in BASELINES]
@@ -235,16 +246,27 @@ class Turns:
         self.parts = [slice(start, min(start + self.chunk, windows)) for start in range(0, windows, self.chunk)]
 
     def _chunk(self, logits_bytes: int) -> int:
-        """The windows of a chunk, in whole batches; `logits_bytes`: the size of one window's logits."""
-        noted = self.folder / "windows"
-        if not noted.is_file():
-            free: int = shutil.disk_usage(self.folder).free
-            stored_bytes = logits_bytes * max(1, len(self.openers.keys() & BASELINES))
-            batches = int(DISK_SHARE * free) // (stored_bytes * self.batch)
-            windows = self.batch * batches or max(1, min(self.batch, int(BATCH_SHARE * free) // stored_bytes))
-            with replacing(noted) as partial:
-                partial.write_text(str(windows), encoding="utf-8")
-        return int(noted.read_text(encoding="utf-8"))
+        """The windows of a chunk, in whole batches; `logits_bytes`: the size of one window's logits.
+
+        Lasting results in other chunks than those of a call that goes on are not used.
+        """
+        files = [folder / "windows" for folder in (self.folder, self.lasting) if folder is not None]
+        known = [int(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
+        windows = known[0] if known else self._affordable(logits_bytes)
+        if set(known) - {windows}:
+            self.lasting = None
+        for file in files:
+            if not file.is_file():
+                with replacing(file) as partial:
+                    partial.write_text(str(windows), encoding="utf-8")
+        return windows
+
+    def _affordable(self, logits_bytes: int) -> int:
+        """The windows whose logits, of so many bytes each, the disk has room for."""
+        free: int = shutil.disk_usage(self.folder).free
+        stored_bytes = logits_bytes * max(1, len(self.openers.keys() & BASELINES))
+        batches = int(DISK_SHARE * free) // (stored_bytes * self.batch)
+        return self.batch * batches or max(1, min(self.batch, int(BATCH_SHARE * free) // stored_bytes))
 
     def windows(self, part: int) -> int:
         """Return the number of windows in a chunk."""
@@ -273,7 +295,8 @@ class Turns:
                     self.failed[name] = str(error)
                 release_memory()
         for name in BASELINES:
-            self._stored_logits(name, part).remove()
+            if self._folder_of(name) == self.folder or len(self.parts) > 1:
+                self._stored_logits(name, part).remove()
 
     def _run(self, name: str, part: int, keep: bool, advance: Callable[[int], None]) -> None:
         """Load a runtime, run it over a chunk, and save the results; `keep`: save its logits too."""
@@ -345,11 +368,16 @@ class Turns:
             if other in before and other not in self.failed
         ]
 
+    def _folder_of(self, name: str) -> Path:
+        """The folder of the results of a runtime."""
+        return self.lasting if self.lasting and name in FLOAT else self.folder
+
     def _stored_logits(self, name: str, part: int) -> StoredLogits:
-        return StoredLogits(self.folder, f"{part}-{name}", int(self.evaluation.scored[self.parts[part]].sum()))
+        rows = int(self.evaluation.scored[self.parts[part]].sum())
+        return StoredLogits(self._folder_of(name), f"{part}-{name}", rows)
 
     def _file(self, name: str, part: int) -> Path:
-        return self.folder / f"{part}-{quote(name, safe='')}.npz"
+        return self._folder_of(name) / f"{part}-{quote(name, safe='')}.npz"
 
     def _top_file(self, name: str, part: int) -> Path:
         return self._file(name, part).with_suffix(".top.npz")
@@ -388,6 +416,18 @@ class Turns:
         every = np.full(self.evaluation.ids.shape, np.nan, np.float32)
         every[self.evaluation.scored] = values
         return every
+
+
+def lasting_runtimes(folder: Path) -> set[str]:
+    """The runtimes of the float model that do not run again for windows whose lasting results are in `folder`: all of
+    them in one chunk, with the logits that others are compared with.
+    """
+    stored = {name for name in BASELINES if StoredLogits(folder, f"0-{name}", 0).exists()}
+    if BASELINE not in stored:
+        return set()
+    return {
+        name for name in FLOAT if (folder / f"0-{name}.npz").is_file() and (name in stored or name not in BASELINES)
+    }
 
 
 def loading(name: str, opener: Opener) -> AnyForward:

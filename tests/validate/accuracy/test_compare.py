@@ -18,7 +18,9 @@ from fp8q.validate.accuracy.compare import (
     Outcome,
     Turns,
     compare_in_turn,
+    lasting_runtimes,
     summarize_tokens,
+    taken_in_turn,
 )
 from fp8q.validate.accuracy.divergence import NLL, TokenValues, kl_from
 
@@ -142,7 +144,9 @@ def runtimes() -> dict[str, Forward]:
     }
 
 
-def in_turn(folder: Path, made: dict[str, Forward], calls: list[str] | None = None) -> Outcome:
+def openers_of(made: dict[str, Forward], calls: list[str] | None = None) -> dict[str, comparing.Opener]:
+    """What loads the runtimes, whose names are added to `calls`."""
+
     def opener(name: str) -> comparing.Opener:
         def load() -> Forward:
             if calls is not None:
@@ -151,7 +155,11 @@ def in_turn(folder: Path, made: dict[str, Forward], calls: list[str] | None = No
 
         return load
 
-    return compare_in_turn(EVALUATION, {name: opener(name) for name in made}, VOCABULARY, folder / "work", SILENT)
+    return {name: opener(name) for name in made}
+
+
+def in_turn(folder: Path, made: dict[str, Forward], calls: list[str] | None = None) -> Outcome:
+    return compare_in_turn(EVALUATION, openers_of(made, calls), VOCABULARY, folder / "work", SILENT)
 
 
 @pytest.fixture
@@ -182,6 +190,68 @@ def test_the_numbers_do_not_depend_on_the_chunks(small: Callable[[int], None], t
             np.testing.assert_array_equal(nll, found[100].nll[name])
         assert not [*folder.glob("work/*.logits")]
     assert list(found[1].accuracy.runtimes) == ["bf16", "reference", "fp32"]  # as they were asked for
+
+
+def in_forms(folder: Path, lasting: Path, calls: list[str]) -> list[Outcome]:
+    """Two forms of one run, with what the float model gives in `lasting`."""
+    outcomes = []
+    for number, seed in enumerate((1, 2)):
+        made = runtimes() | {"reference": bigram(table(0) + table(seed, 0.1))}
+        turns = Turns(EVALUATION, openers_of(made, calls), VOCABULARY, folder / f"form {number}", lasting=lasting)
+        outcomes.append(taken_in_turn(turns, SILENT))
+    return outcomes
+
+
+def test_the_float_model_runs_once_for_two_forms_whose_numbers_are_those_of_each_alone(
+    small: Callable[[int], None], tmp_path: Path
+) -> None:
+    small(100)
+    calls: list[str] = []
+    (lasting := tmp_path / "lasting").mkdir()
+    assert lasting_runtimes(lasting) == set()
+    outcomes = in_forms(tmp_path, lasting, calls)
+    assert calls == ["bf16", "fp32", "reference", "reference"]
+    assert lasting_runtimes(lasting) == {"bf16", "fp32"}
+    for number, (outcome, seed) in enumerate(zip(outcomes, (1, 2), strict=True)):
+        (alone := tmp_path / f"alone {number}").mkdir()
+        expected = in_turn(alone, runtimes() | {"reference": bigram(table(0) + table(seed, 0.1))})
+        assert outcome.accuracy == expected.accuracy
+        for name, nll in expected.nll.items():
+            np.testing.assert_array_equal(outcome.nll[name], nll)
+        assert not [*(tmp_path / f"form {number}").glob("*bf16*")]
+        assert not [*(tmp_path / f"form {number}").glob("*.logits")]
+
+
+def test_a_text_of_several_chunks_keeps_no_logits_of_the_float_model(
+    small: Callable[[int], None], tmp_path: Path
+) -> None:
+    """They would take more than a tenth of the disk: the float model runs again for them, and its results stay."""
+    small(3)
+    calls: list[str] = []
+    (lasting := tmp_path / "lasting").mkdir()
+    first, second = in_forms(tmp_path, lasting, calls)
+    assert calls == ["bf16", "fp32", "reference"] * 8
+    assert not [*lasting.glob("*.logits")]
+    assert lasting_runtimes(lasting) == set()
+    assert first.accuracy.runtimes["bf16"] == second.accuracy.runtimes["bf16"]
+    assert first.accuracy.runtimes["reference"] != second.accuracy.runtimes["reference"]
+
+
+def test_what_lasts_in_other_chunks_than_those_of_a_call_that_goes_on_is_left_alone(
+    small: Callable[[int], None], tmp_path: Path
+) -> None:
+    small(100)
+    calls: list[str] = []
+    (lasting := tmp_path / "lasting").mkdir()
+    in_forms(tmp_path, lasting, calls)
+    before = {path.name: path.stat().st_mtime_ns for path in lasting.iterdir()}
+    (going_on := tmp_path / "going on").mkdir()
+    (going_on / "windows").write_text("6", encoding="utf-8")
+    calls.clear()
+    turns = Turns(EVALUATION, openers_of(runtimes(), calls), VOCABULARY, going_on, lasting=lasting)
+    taken_in_turn(turns, SILENT)
+    assert calls == ["bf16", "fp32", "reference"] * 4
+    assert {path.name: path.stat().st_mtime_ns for path in lasting.iterdir()} == before
 
 
 def test_what_is_kept_is_what_was_computed_and_at_most_what_was_meant(
