@@ -1,6 +1,7 @@
 """The record of a run's stages: for each stage its inputs, outputs, options, versions and machine."""
 
 import resource
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -119,15 +120,18 @@ class StageLog:
     seconds_before: float = 0.0
 
 
-@cache
 def library_versions() -> dict[str, str]:
-    """The versions of the installed distributions that fp8q works with, read once."""
+    """The versions of the installed distributions that fp8q works with, a mapping of the caller's own."""
+    return dict(_installed())
+
+
+@cache
+def _installed() -> Mapping[str, str]:
+    """The versions of `DISTRIBUTIONS` that are installed, read once a process."""
     versions: dict[str, str] = {}
     for name in DISTRIBUTIONS:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 

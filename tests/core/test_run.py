@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from fp8q.core.errors import InputError
 from fp8q.core.files import REFUSALS, keeping_locks, replacing, sha256_file
 from fp8q.core.output_folder import OutputFolder, WorkFolder
+from fp8q.core.record import library_versions
 from fp8q.core.run import Run
 from fp8q.core.run_writer import RunWriter
 from fp8q.stages.pipeline.stage import alone
@@ -419,3 +420,8 @@ def test_a_record_names_files_within_its_run(tmp_path: Path, name: str, fault: s
     again = "restore it, or calibrate again into a new directory"
     with pytest.raises(InputError, match=rf"names {fault}; {again}$"):
         run.record()
+
+
+def test_versions_are_the_callers_own() -> None:
+    library_versions()["vllm"] = "changed"
+    assert library_versions().get("vllm") != "changed"
