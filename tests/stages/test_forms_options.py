@@ -8,6 +8,7 @@ import pytest
 
 from fp8q import api
 from fp8q.core.errors import GateError
+from fp8q.core.run import Run
 from fp8q.options import BF16, ONE, CalibrateOptions, RunOptions, Server
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import forms
@@ -56,7 +57,9 @@ def test_no_further_weights_stay_in_bf16_where_their_share_was_asked_for() -> No
     assert leaving_out(GROUPS[0], "bf16").forms == tuple(form for form in GROUPS[0].forms if form != "bf16")
 
 
-def test_a_form_that_broke_after_a_killed_search_begins_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_form_that_broke_after_a_killed_search_begins_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = GateError("the reference", "has the perplexity nan")
 
     def validated(*_: Any) -> Any:
@@ -70,7 +73,7 @@ def test_a_form_that_broke_after_a_killed_search_begins_no_other(monkeypatch: py
     monkeypatch.setattr(forms, "FORMS", SimpleNamespace(is_current=lambda run, key: False))
     nothing: Any = None
     with pytest.raises(GateError) as raised:
-        forms.validate_acceptable(nothing, nothing, RunOptions())
+        forms.validate_acceptable(Run(tmp_path / "run"), nothing, RunOptions())
     assert raised.value is broken
 
 
