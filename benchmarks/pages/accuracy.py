@@ -131,7 +131,7 @@ def panel(axes: "Axes", rows: Mapping[str, Figures], kind: int, labelled: bool) 
     axes.set_xlim(0.45, 1.05)
 
 
-TABLES = (accuracy_real, accuracy_as_served)
+TABLES = (accuracy_real,)
 CHAT_TABLES = (chats_real,)
-DECISION_TABLES = (accuracy,)
+DECISION_TABLES = (accuracy, accuracy_as_served)
 PICTURES = {"docs/accuracy.svg": accuracy_plot}

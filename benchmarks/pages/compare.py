@@ -105,5 +105,6 @@ def _between(values: list[int]) -> str:
     return f"{min(values)}" if min(values) == max(values) else f"{min(values)} to {max(values)}"
 
 
-TABLES = (made_by_others, compare_memory)
+TABLES = (compare_memory,)
 DECISION_TABLES = (compare, wrong_models)
+FILE_TABLES = (made_by_others,)

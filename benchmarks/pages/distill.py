@@ -1,15 +1,26 @@
 """The tables of docs/distill.md: KL before and after learning, ModelOpt's beside it, and the memory of `--stream`."""
 
+from collections.abc import Sequence
+
 from markdown import gigabytes, load, table
 
-RESULTS = ("distill_most", "distill", "distill_ways", "distill_options")
+RESULTS = ("distill_most", "distill", "distill_ways")
 PEERS = ("distill_peer", "distill_peer_others")
 
 
 def distill() -> str:
     """KL before and after learning, on the model's domain and on another, the row of most text first."""
+    return _learned(RESULTS)
+
+
+def distill_options() -> str:
+    """The same with scales that learn and with rounded gradients."""
+    return _learned(("distill_options",))
+
+
+def _learned(names: Sequence[str]) -> str:
     rows = []
-    for result in map(load, RESULTS):
+    for result in map(load, names):
         for model, ways in result["results"].items():
             for way, found in ways.items():
                 cells = [f"{found[when][text]:.0f}" for text in found["before"] for when in ("before", "after")]
@@ -45,4 +56,4 @@ def distill_memory() -> str:
 
 
 TABLES = (distill, distill_memory)
-DECISION_TABLES = (distill_peer,)
+DECISION_TABLES = (distill_peer, distill_options)

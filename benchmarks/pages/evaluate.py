@@ -1,4 +1,4 @@
-"""The tables of docs/evaluate.md."""
+"""The tables of fp8q evaluate, on pages of decisions."""
 
 from typing import Any
 
@@ -51,5 +51,5 @@ def needles() -> str:
     return table(head, [[*names, *(cells.get(length, "") for length in lengths)] for names, cells in rows.items()])
 
 
-TABLES = (tasks,)
+TASK_TABLES = (tasks,)
 DECISION_TABLES = (needles,)

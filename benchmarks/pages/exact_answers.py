@@ -68,5 +68,5 @@ def tail_cost() -> str:
     return table([*head, "CPU: a prompt", "a step"], rows)
 
 
-TABLES = (exact_answers_real, exact_answers_prompts, tail_cost)
-DECISION_TABLES = (exact_answers, exact_answers_caches)
+TABLES = (exact_answers_real, tail_cost)
+DECISION_TABLES = (exact_answers, exact_answers_prompts, exact_answers_caches)

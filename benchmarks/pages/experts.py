@@ -76,6 +76,6 @@ def expert_rounding() -> str:
     return table([*heads, "last GEMMs worse than `nearest` by `gptq`", "weights with other codes"], rows)
 
 
-TABLES = (branches_in_all,)
+BRANCH_TABLES = (branches_in_all,)
 TOKEN_TABLES = (expert_tokens,)
 ROUNDING_TABLES = (expert_rounding,)

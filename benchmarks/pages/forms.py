@@ -73,6 +73,16 @@ def input_mixes() -> str:
     return table(["model", "inputs", "operations", "KL × 10⁶", "over `dynamic`, `gptq`", "perplexity", "flips"], cells)
 
 
+def exact_shares() -> str:
+    """Operations, and the loss over that of `dynamic` by GPTQ, with shares of the inputs exact."""
+    rows = [measured["rows"] for result in MIXES.values() for measured in load(result)["results"].values()]
+    cells = []
+    for name in ("dynamic, gptq", "0% exact", "10% exact", "25% exact", "50% exact", "100% exact"):
+        ratios = (f"{row[name]['kl_over_dynamic']:.2f}" for row in rows)
+        cells.append([MIX_TITLES[name], f"{rows[0][name]['operations']:.0%}", *ratios])
+    return table(["inputs", "operations", *(f"{model}: KL over the first row's" for model in MIXES)], cells)
+
+
 def exact_kinds() -> str:
     """How many inputs of each kind of GEMM are exact at each share."""
     cells = []
@@ -98,6 +108,6 @@ def mxfp8_decision() -> str:
     return table(["form", *NAMES.values()], rows)
 
 
-TABLES = (form_costs, input_mixes)
-KIND_TABLES = (exact_kinds,)
+TABLES = (form_costs, exact_shares)
+KIND_TABLES = (input_mixes, exact_kinds)
 DECISION_TABLES = (mxfp8_decision,)

@@ -101,7 +101,6 @@ def llama_on_one_gpu() -> str:
     tokens = [windows * length for windows, length in WINDOWS.values()]
     flop = [2 * model.parameters * count for count in tokens]
     counted = load("rounding_launches")["models"]["8B"]
-    larger = load("rounding_launches_70b")["models"]["70B"]
     mse = load("weight_mse")["results"][0]["ours_s_per_billion"] * (model.parameters - model.wide) / 1e9
     rows = [
         ["tokens T", "windows · length", *(f"{count:,}" for count in tokens)],
@@ -135,12 +134,6 @@ def llama_on_one_gpu() -> str:
             *[took(counted["bound_s"])] * 2,
         ],
         ["`gptq`: memory of the GPU at most, beside the model's", "counted", *[gb(counted["peak_bytes"])] * 2],
-        [
-            "`gptq` of a 70B: rounding, one H100 SXM's ceilings",
-            f"FLOP, bytes and {larger['launches']:,} launches, counted",
-            *[took(larger["bound_s"])] * 2,
-        ],
-        ["`gptq` of a 70B: memory of the GPU at most", "counted", *[gb(larger["peak_bytes"])] * 2],
     ]
     return table(["what", "formula", *WINDOWS], rows)
 
@@ -148,6 +141,7 @@ def llama_on_one_gpu() -> str:
 def streaming() -> str:
     """The memory, disk and operations of calibrating layer by layer, for the default text."""
     models, tokens = (LLAMA_8B, LLAMA_70B), 512 * 2048
+    counted = (load("rounding_launches")["models"]["8B"], load("rounding_launches_70b")["models"]["70B"])
     flop = [2 * model.parameters * tokens for model in models]
     rows = [
         ["source checkpoint", "2 bytes · parameters", *(gb(2 * model.parameters) for model in models)],
@@ -187,6 +181,12 @@ def streaming() -> str:
             f"FLOP / ({power(two_cores())})",
             *(took(x / two_cores()) for x in flop),
         ],
+        [
+            "`gptq`: rounding, one H100 SXM's ceilings",
+            "FLOP, bytes and launches, counted",
+            *(took(model["bound_s"]) for model in counted),
+        ],
+        ["`gptq`: memory of the GPU at most", "counted", *(gb(model["peak_bytes"]) for model in counted)],
     ]
     return table(["what", "formula", "Llama 3.1 8B", "Llama 3.1 70B"], rows)
 

@@ -51,5 +51,5 @@ def unread() -> str:
     return table(["beside", f"answer of {found['tokens']} tokens, s"], rows)
 
 
-TABLES = (serve, under_load)
-DECISION_TABLES = (unread,)
+TABLES = (serve,)
+DECISION_TABLES = (unread, under_load)

@@ -171,11 +171,7 @@ def _sized(name: str, found: Figures) -> str:
     return f"{name} ({found['parameters'] / MEGABYTE:.1f}M)"
 
 
-TABLES = (
-    weights_alone,
-    weight_shapes,
-    sequential_memory,
-)
+TABLES = (weights_alone,)
 LEVER_TABLES = (weight_levers,)
 OUTPUT_TABLES = (output_side, output_side_codes)
-SECOND_TABLES = (weight_seconds,)
+SECOND_TABLES = (weight_seconds, weight_shapes, sequential_memory)

@@ -32,11 +32,6 @@ REVIEWED: Mapping[str, Mapping[str, Kind]] = {
     "docs/distill.md": {
         "26 bytes a weight": "arithmetic",
         "comes to lie 5 % above": "limit",
-        "(141 GB, 67 TFLOP/s in FP32": "published",
-        "26 · 8 · 10⁹ bytes = 208 GB": "arithmetic",
-        "23 · 218 · 10⁶ bytes = 5 GB": "arithmetic",
-        "4 · 4 · 786,432 · 4,096 bytes = 52 GB": "arithmetic",
-        "6 · 10¹⁶: half an hour at half of the peak": "arithmetic",
         "Memory: 12 bytes a weight": "arithmetic",
         "some 23 bytes a weight": "arithmetic",
     },
@@ -54,8 +49,6 @@ REVIEWED: Mapping[str, Mapping[str, Kind]] = {
     "docs/exact-answers.md": {"64 / 1,024 = 6 %": "arithmetic"},
     "docs/faq.md": {"8.03 · 10⁹ bytes, in BF16 15.0 · 10⁹, so 1.87 times": "arithmetic"},
     "docs/gpu.md": {
-        "218 MB / 2.34 TB/s = 93 µs, and three launches that add parts: 100 µs": "arithmetic",
-        "32 · 100 µs = 3.2 ms for all": "arithmetic",
         "A part has eight minutes": "limit",
         "a copy of 2 GB": "limit",
     },

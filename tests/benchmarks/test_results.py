@@ -142,7 +142,8 @@ def test_a_result_that_missed_its_limits_says_which_below_a_table(path: Path) ->
 
 def test_a_page_says_where_windows_were_measured_without_bos() -> None:
     pages = {
-        "accuracy": "decisions/0042-how-gptq-and-sequential-were-chosen", "as_served": "accuracy",
+        "accuracy": "decisions/0042-how-gptq-and-sequential-were-chosen",
+        "as_served": "decisions/0042-how-gptq-and-sequential-were-chosen",
         "kv_cache": "decisions/0041-keys-stay-in-their-basis",
     }  # fmt: skip
     for path in RESULTS:
