@@ -36,7 +36,7 @@ PARTS: Mapping[str, str] = {
             "architectures", "expert_tokens", "expert_rounding", "experts", "two_terms", "cache_traffic",
         )
     },
-    "published_classes": "published_classes.py --minutes 12",
+    "published_classes": "published_classes.py --minutes 9",
     "distill_memory": "distill_memory.py",
     "rounding_launches": "rounding_launches.py --models 8B",
     "rounding_launches_70b": "rounding_launches.py --models 70B",
