@@ -134,14 +134,14 @@ def _steps(row: Figures) -> list[str]:
     if "unmade" in row:
         return ["not made", "", "", ""]
     loads = {row[step] for step in LOADS if step in row}
-    if errors := {found for found in row["lint"].values() if found != "yes"}:
+    if errors := {end for end in row["lint"].values() if end != "yes"}:
         raise ValueError(f"docs/architectures.md says that the lint finds no errors, and it finds {errors}")
     ends = [_end(row.get(step, "")) for step in ("calibrate", "validate", "convert")]
     return [*ends, "yes" if loads == {"yes"} else "no"]
 
 
-def _end(found: str) -> str:
-    return found.partition(":")[0]
+def _end(outcome: str) -> str:
+    return outcome.partition(":")[0]
 
 
 #: The steps in which transformers loads a checkpoint, and who wrote it.
@@ -155,9 +155,9 @@ def published_reasons() -> str:
     reasons: list[list[str]] = []
     for model, name in measured["models"].items():
         for step in ("unmade", "calibrate", "validate", "convert", *LOADS):
-            if (found := rows.get(name, {}).get(step, "yes")) != "yes":
+            if (outcome := rows.get(name, {}).get(step, "yes")) != "yes":
                 what = LOADS.get(step, f"`{step}`" if step != "unmade" else "made by transformers")
-                reason = found.removeprefix("refused: MODEL: ").partition(", so that")[0].partition(" (and ")[0]
+                reason = outcome.removeprefix("refused: MODEL: ").partition(", so that")[0].partition(" (and ")[0]
                 reasons.append([model, what, reason])
     return table(["model", "of", "why not"], reasons)
 
@@ -166,8 +166,8 @@ def published_parts() -> str:
     """KL of a part alone in FP8, by published model."""
     measured = load("published_classes")
     rows = measured["rows"]
-    found = {model: rows.get(name, {}).get("kl_by_part") for model, name in measured["models"].items()}
-    losses = {model: of_model for model, of_model in found.items() if of_model}
+    by_model = {model: rows.get(name, {}).get("kl_by_part") for model, name in measured["models"].items()}
+    losses = {model: by_part for model, by_part in by_model.items() if by_part}
     parts = sorted({part for of_model in losses.values() for part in of_model})
     cells = ([model, *(_loss(of_model, part) for part in parts)] for model, of_model in losses.items())
     return table(["KL in millinats of the part alone", *parts], cells)

@@ -136,15 +136,10 @@ def next_token_log_probabilities(
     return log_softmax(logits)
 
 
-def drawn_loss(log_p: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """Σ -log p(y) over the tokens of `next_token_log_probabilities`, y drawn from the model itself by `draw`."""
-    rows = log_p.flatten(0, 1)
-    return losses(rows, drawn(rows.detach().exp(), uniform(len(rows), draw))).sum()
-
-
 def drawn_gradient(logits: torch.Tensor, prompt: int, draw: torch.Generator) -> torch.Tensor:
-    """Compute the gradient at `logits` float32 [windows, seq_len, vocabulary] of `drawn_loss` over the tokens behind a
-    `prompt`, a few rows at a time: in one piece it takes five more tables of that size.
+    """Compute the gradient at `logits` float32 [windows, seq_len, vocabulary] of Σ -log p(y) over the tokens behind a
+    `prompt`, y drawn from the model itself by `draw`, a few rows at a time: in one piece it takes five more tables of
+    that size.
     """
     gradient = torch.zeros_like(logits)
     numbers = uniform(logits.shape[0] * (logits.shape[1] - prompt), draw).view(logits.shape[0], -1, 1)

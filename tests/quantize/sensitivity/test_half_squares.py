@@ -7,7 +7,6 @@ from fp8q.quantize.sensitivity.gradients import (
     DRAWN_ROWS,
     drawn,
     drawn_gradient,
-    drawn_loss,
     half_square,
     summed,
     uniform,
@@ -45,6 +44,7 @@ def test_labels_are_drawn_as_often_as_they_are_probable() -> None:
 @pytest.mark.parametrize("prompt", [1, 40])
 def test_the_gradient_of_drawn_labels_is_that_of_the_loss_bit_for_bit(prompt: int) -> None:
     logits = torch.randn(2, DRAWN_ROWS + 20, 50, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    loss = drawn_loss(logits[:, prompt - 1 : -1].log_softmax(-1), torch.Generator().manual_seed(1))
-    (whole,) = torch.autograd.grad(loss, [logits])
+    log_p = logits[:, prompt - 1 : -1].log_softmax(-1).flatten(0, 1)
+    labels = drawn(log_p.detach().exp(), uniform(len(log_p), torch.Generator().manual_seed(1)))
+    (whole,) = torch.autograd.grad(-log_p[range(len(labels)), labels].sum(), [logits])
     assert torch.equal(drawn_gradient(logits.detach(), prompt, torch.Generator().manual_seed(1)), whole)
