@@ -180,7 +180,8 @@ def measure(
             f"--adapter-mode beside: measures {len(source.variants)} times, the base alone and with "
             f"{', '.join(adapter.name for adapter in source.adapters)} on, for scales that serve all of them"
         )
-    key, with_moments = (measure_key(run, source, options, with_them) for with_them in (stored, True))
+    key = measure_key(run, source, options, stored)
+    with_moments = replace(key, facts=key.facts.model_copy(update={"moments": True}))
     if spending is None and MEASURE.is_current(run, key, with_moments):
         world.gathered({})  # the other ranks have nothing to do
         return
