@@ -145,6 +145,13 @@ def _two_implementations(result: Figures) -> Iterator[str]:
             yield f"{of}: {found['continuations_unexplained']} continuations part unexplained (none may)"
 
 
+def _plan(result: Figures) -> Iterator[str]:
+    for model, found in result["results"].items():
+        for name, ratio in found["ratios"].items():
+            if not 1 / result["limit"] <= ratio <= result["limit"]:
+                yield f"{model}: {name} planned over taken: {ratio:.2f} (within {result['limit']:g} times)"
+
+
 def _wrong_models(result: Figures) -> Iterator[str]:
     yield f"verdicts that are right on the demo and wrong here: {', '.join(result['wrong'])}"
 
@@ -161,5 +168,6 @@ LIMITS: Mapping[str, Callable[[Figures], Iterator[str]]] = {
     "two_implementations": _two_implementations,
     "unseen_architectures": _unseen_architectures,
     "published_classes": _published_classes,
+    "plan": _plan,
     "wrong_models": _wrong_models,
 }

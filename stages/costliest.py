@@ -23,7 +23,7 @@ from ..quantize.weights.channels import joined_families
 from .pipeline.stage import Key, Notes, device
 from .pipeline.stages import COSTLIEST, CostliestFacts
 from .quantize import KnownCodes, quantize
-from .sensitivity import in_layers, weight_losses
+from .sensitivity import WEIGHTS, in_layers, predicted_losses
 
 #: Calibration windows that losses are predicted on.
 WINDOWS = 8
@@ -69,7 +69,7 @@ def _predicted(
     run: Run, source: Source, gemms: ModelGemms, options: ScaleOptions, folder: Path, notes: Notes
 ) -> Costliest:
     """Predict the loss of each weight of the run, whose codes are rounded to nearest, and choose the costliest."""
-    predicted = weight_losses(run, source, WINDOWS, folder, notes)
+    predicted = predicted_losses(run, source, WINDOWS, folder, notes, WEIGHTS)
     scales = load_scales(run)
     record = load_record(run)
     losses = {loss.module: loss.kl_nats for loss in predicted.modules}

@@ -33,7 +33,7 @@ from ..core.output_folder import Saved, WorkFolder
 from ..core.reporter import SILENT
 from ..core.run import Run
 from ..core.run_writer import RunWriter
-from ..options import FormChoiceOptions, RunOptions, ScaleOptions, SensitivityOptions, Server
+from ..options import FormChoiceOptions, RunOptions, ScaleOptions, Server
 from ..quantize.reading.run_checkpoint import vocabulary_size
 from ..quantize.reference.fp8_model import load_reference
 from ..quantize.scales.decisions import load_scales
@@ -162,10 +162,9 @@ def candidates_of(task: FormTask) -> FormCandidates:
     asked = task.options.calibrate
     losses_file = task.folder / "losses.json"
     if not losses_file.is_file():
-        options = SensitivityOptions(windows=PREDICTED_WINDOWS, measure=0)
         folder = task.folder / "sensitivity"
         folder.mkdir(exist_ok=True)
-        write_document(losses_file, predicted_losses(run, source, options, folder, task.notes))
+        write_document(losses_file, predicted_losses(run, source, PREDICTED_WINDOWS, folder, task.notes))
         release_memory()
     sensitivity = read_document(losses_file, Sensitivity)
     groups, first = _beginning(task)

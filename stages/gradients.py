@@ -21,6 +21,7 @@ from ..core.memory import release_memory
 from ..core.run import Run
 from ..options import ScaleOptions
 from ..options.declare import Options
+from ..quantize.sensitivity.backward import by_layer_on_cpu
 from ..quantize.sensitivity.output_gradients import (
     FirstTokens,
     GradientSquares,
@@ -54,10 +55,10 @@ def run_gradients(run: Run, source: Source, options: ScaleOptions, notes: Notes,
 
 def gradients_by_layer(source: Source, stream: bool | None) -> bool:
     """Tell whether first tokens are weighed layer by layer: as the option `stream` says, or where memory does not hold
-    the model in FP32.
+    the model in FP32, or it is large and on a CPU.
     """
     if stream is None:
-        return bool(beyond(COPIES * weight_bytes(source)))
+        return bool(beyond(COPIES * weight_bytes(source))) or by_layer_on_cpu(source, device())
     return stream
 
 

@@ -18,6 +18,7 @@ from ..core.run import Run
 from ..export.engine.build import resolve
 from ..options import FLOAT, RUNTIMES, WITHOUT_GRAPH, RunOptions, ScaleOptions
 from ..options.calibrate import WITH_SECOND_CODES
+from ..quantize.sensitivity.backward import by_layer_on_cpu
 from ..validate.accuracy.compare import BASELINES, windows_at_once
 from ..validate.accuracy.runtimes import held_type
 from .corpus import Collected
@@ -29,7 +30,7 @@ from .pipeline.stage import Notes, device
 from .pipeline.stages import VALIDATE
 from .plan_rates import LIBRARY_BYTES, Rates, measured_rates
 from .preflight import directory_above
-from .sensitivity import COPIES, GRADIENT_PASSES, WHOLE_BYTES
+from .sensitivity import GRADIENT_PASSES
 from .validate_runtimes import go_by_layer
 
 #: Seconds of a quiet machine in which a stage ends whatever the model is: it loads libraries, and hashes and writes
@@ -110,6 +111,11 @@ class Planned:
         return passes * self.window * self.rates.fp32
 
     @property
+    def backward_by_layer(self) -> bool:
+        """Whether gradients go layer by layer."""
+        return self.outlook.stream or by_layer_on_cpu(self.source, device())
+
+    @property
     def window(self) -> int:
         """The tokens of a calibration window."""
         return int(self.collected.windows.shape[1])
@@ -121,22 +127,21 @@ def stages_of(plan: Planned) -> Iterator[PlannedStage]:
     scales = plan.scales
     yield _calibration(plan)
     if scales.bf16_weights:
-        by_layer = COPIES * rates.weight_bytes > WHOLE_BYTES
-        backward = rates.backward_bytes(COSTLIEST_WINDOWS * plan.window, by_layer)
+        backward = rates.backward_bytes(COSTLIEST_WINDOWS * plan.window, plan.backward_by_layer)
         yield PlannedStage(
             "costliest weights",
             2 * plan.begin + rates.scaling * rates.numbers + plan.gradients(GRADIENT_PASSES * COSTLIEST_WINDOWS),
-            rates.base_bytes + rates.gradient_bytes(plan.window, by_layer),
+            rates.base_bytes + rates.gradient_bytes(plan.window, plan.backward_by_layer),
             rates.checkpoint_bytes + backward,
             "--bf16-weights 0",
             freed=backward,
         )
     if scales.weigh_first_token and plan.outlook.moments:
-        backward = rates.backward_bytes(FIRST_TOKEN_WINDOWS * plan.window, plan.outlook.stream)
+        backward = rates.backward_bytes(FIRST_TOKEN_WINDOWS * plan.window, plan.backward_by_layer)
         yield PlannedStage(
             "first tokens",
             plan.begin + plan.gradients(FIRST_TOKEN_PASSES * FIRST_TOKEN_WINDOWS),
-            rates.base_bytes + rates.gradient_bytes(plan.window, plan.outlook.stream),
+            rates.base_bytes + rates.gradient_bytes(plan.window, plan.backward_by_layer),
             backward,
             "--no-weigh-first-token",
             freed=backward,
@@ -236,11 +241,11 @@ def _search(plan: Planned, validation: PlannedStage) -> PlannedStage:
     candidates = few * (rates.reference + rates.scoring) + SEARCH_CANDIDATES * rates.scaling * rates.numbers
     predicted = plan.gradients(GRADIENT_PASSES * PREDICTED_WINDOWS)
     gathered = 0.0 if plan.outlook.moments else _moments_bytes(rates)
-    work = rates.backward_bytes(PREDICTED_WINDOWS * plan.window, plan.outlook.stream) + rates.numbers
+    work = rates.backward_bytes(PREDICTED_WINDOWS * plan.window, plan.backward_by_layer) + rates.numbers
     return PlannedStage(
         "search of a form",
         predicted + candidates + rates.compensated + _validation_seconds(plan, runtimes),
-        rates.base_bytes + rates.gradient_bytes(plan.window, plan.outlook.stream),
+        rates.base_bytes + rates.gradient_bytes(plan.window, plan.backward_by_layer),
         rates.checkpoint_bytes + gathered + work + validation.spare,
         "--form FORM",
         if_needed=True,

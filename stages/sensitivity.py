@@ -21,7 +21,7 @@ from ..options import SensitivityOptions
 from ..quantize.reference.fp8_model import load_reference, open_codes
 from ..quantize.scales.decisions import Scales, load_scales
 from ..quantize.scales.scheme import tails_of
-from ..quantize.sensitivity.backward import check_chain
+from ..quantize.sensitivity.backward import by_layer_on_cpu
 from ..quantize.sensitivity.document import (
     AS_IT_IS,
     Kind,
@@ -51,9 +51,6 @@ TOKENS = 1024
 GRADIENT_PASSES = 5.0
 #: The memory of the model and of its codes, both in FP32, as a multiple of the model's in BF16.
 COPIES = 4
-#: The largest that these are where only the losses of weights are wanted, on a CPU: the gradients' tensors come on top,
-#: and layer by layer it takes an eighth longer.
-WHOLE_BYTES = 2 << 30
 #: The kinds of tensors whose losses are predicted.
 KINDS: tuple[Kind, ...] = get_args(Kind)
 WEIGHTS: tuple[Kind, ...] = ("weight",)
@@ -88,33 +85,17 @@ def sensitivity(run: Run, notes: Notes, options: SensitivityOptions) -> Sensitiv
     return load_sensitivity(run)
 
 
-def predicted_losses(run: Run, source: Source, options: SensitivityOptions, folder: Path, notes: Notes) -> Sensitivity:
-    """Predict the loss that each tensor of `run` causes alone, with the progress in `folder`; `sensitivity.json` is
-    neither read nor written.
+def predicted_losses(
+    run: Run, source: Source, windows: int, folder: Path, notes: Notes, kinds: Collection[Kind] = KINDS
+) -> Sensitivity:
+    """Predict the loss that each tensor of `run` of these `kinds` causes alone, by calibration `windows`, with the
+    progress in `folder`; `sensitivity.json` is neither read nor written.
+
+    No second moments are gathered for weights alone. A large model goes layer by layer on a CPU.
     """
+    options = SensitivityOptions(windows=windows, measure=0, stream=by_layer_on_cpu(source, device()) or None)
     locate = _locate_streamed if _streamed(source, options, notes) else _locate
-    return locate(run, source, options, folder, notes)
-
-
-def weight_losses(run: Run, source: Source, windows: int, folder: Path, notes: Notes) -> Sensitivity:
-    """Predict the loss that each weight of `run` causes alone, by calibration `windows`, with the progress in `folder`.
-
-    No second moments are gathered. A model larger than `WHOLE_BYTES` goes layer by layer on a CPU, where it is a chain
-    of layers.
-    """
-    options = SensitivityOptions(windows=windows, measure=0, stream=_goes_by_layer(source) or None)
-    locate = _locate_streamed if _streamed(source, options, notes) else _locate
-    return locate(run, source, options, folder, notes, WEIGHTS)
-
-
-def _goes_by_layer(source: Source) -> bool:
-    if device() != "cpu" or COPIES * weight_bytes(source) <= WHOLE_BYTES:
-        return False
-    try:
-        check_chain(source, device(), "")
-    except InputError:
-        return False
-    return True
+    return locate(run, source, options, folder, notes, kinds)
 
 
 def _locate(

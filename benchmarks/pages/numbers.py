@@ -8,6 +8,8 @@ SUMS = {"fp32": "FP32", "fp22": "`fp22`", "two-level": "`two-level`"}
 KINDS, LENGTHS = ("normal", "one sign"), ("4096", "14336", "28672")
 #: The models with the largest losses, and the one on which `fp22` takes most of the gain of two terms.
 MODELS = ("demo", "llama", "opt")
+#: The model of the plan.
+PLANNED = "SmolLM2-135M"
 
 
 def two_implementations() -> str:
@@ -92,6 +94,19 @@ def without_bf_units() -> str:
     return table(["processor", "model", "calibration", "`validate` by torch", "by fp8q"], rows)
 
 
+def plans() -> str:
+    """Each stage's time, and what `fp8q run` planned over what was taken."""
+    (result,) = load("plan")["results"].values()
+    rows = []
+    for stage, found in result["stages"].items():
+        ratios = (found["seconds_ratio"], found["memory_ratio"])
+        rows.append([stage, f"{found['seconds']:.0f} s", *(f"{ratio:.2f}" for ratio in ratios), ""])
+    everything = [f"{result['ratios'][name]:.2f}" for name in ("seconds", "memory", "disk")]
+    taken = sum(found["seconds"] for found in result["stages"].values())
+    rows.append([f"all of {PLANNED}", f"{taken:.0f} s", *everything])
+    return table(["stage", "took", "time, planned over taken", "memory", "disk"], rows)
+
+
 def limits() -> str:
     """Time and memory that are held to a limit."""
     streamed, written = load("memory"), load("export_memory")
@@ -145,6 +160,7 @@ TABLES = (
     accumulator_products,
     accumulator_models,
     calibration,
+    plans,
     limits,
 )
 DECISION_TABLES = (without_bf_units,)

@@ -27,11 +27,16 @@ from ...calibrate.measure.hidden_states import Batches, HiddenStates, states_byt
 from ...calibrate.measure.stream import LayerSteps, check_space, going_on
 from ...calibrate.model.caches import new_cache
 from ...calibrate.model.decoder import LayerCall, LayersReached, NoChainError, standing_in
+from ...calibrate.model.memory import weight_bytes
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
 from ...core.reporter import Reporter
 from .gradients import End, PassTensors, Watched, drawn_gradient, seeing
 
+#: The largest model, in its own type, that runs forward and back as a whole on a CPU. Its weights and codes in FP32
+#: take four times as much, and the tensors of a pass of 1,024 tokens three times more (22.7 GB for a 1.5B); layer by
+#: layer it takes an eighth longer.
+WHOLE_BYTES = 512 << 20
 Calls = Mapping[tuple[int, ...], list[LayerCall]]
 #: A pass of one batch up to where it ends, from which gradients go back.
 Forward = Callable[[int, torch.Tensor, PassTensors, DynamicCache], End]
@@ -227,6 +232,19 @@ class Backward(Chain):
                     gradient.write(batch, back)
         if gradient is not None:
             gradient.flush()
+
+
+def by_layer_on_cpu(source: Source, device: str) -> bool:
+    """Tell whether a pass forward and back goes layer by layer though memory may hold the whole model: on a CPU, for a
+    chain of layers of more than `WHOLE_BYTES`.
+    """
+    if device != "cpu" or weight_bytes(source) <= WHOLE_BYTES:
+        return False
+    try:
+        check_chain(source, device, "")
+    except InputError:
+        return False
+    return True
 
 
 def check_chain(source: Source, device: str, remedy: str) -> None:

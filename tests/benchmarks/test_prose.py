@@ -67,6 +67,7 @@ REVIEWED: Mapping[str, Mapping[str, Kind]] = {
         "at most 64 MiB and 89,478,485": "limit",
     },
     "docs/numbers.md": {
+        "limit 1.5 times, either way": "limit",
         "448 and 896 times 2⁻⁶": "arithmetic",
         "limit for fp8q 1.15×": "limit",
     },

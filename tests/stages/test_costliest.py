@@ -17,6 +17,7 @@ from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions
 from fp8q.quantize.scales.costliest import Costliest, load_costliest
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.quantize.sensitivity import backward
 from fp8q.stages import costliest as stage
 from fp8q.stages import sensitivity
 from fp8q.stages.costliest import check_costliest
@@ -75,7 +76,7 @@ def test_the_choice_is_of_the_model_and_text_and_outlives_other_roundings(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = run.costliest.read_bytes()
-    monkeypatch.setattr(stage, "weight_losses", lambda *_: pytest.fail("losses are known"))
+    monkeypatch.setattr(stage, "predicted_losses", lambda *_: pytest.fail("losses are known"))
     api.scales(run.root, weight_rounding="nearest")
     assert run.costliest.read_bytes() == before
     assert in_bf16(run) == set(load_costliest(run).modules)
@@ -108,7 +109,7 @@ def test_no_moments_are_gathered_and_layer_by_layer_the_choice_is_the_same(
     before = load_costliest(run)
     run.costliest.unlink()
     monkeypatch.setattr(SecondMoments, "add", lambda *_: pytest.fail("only GPTQ's share needs them"))
-    monkeypatch.setattr(sensitivity, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(backward, "WHOLE_BYTES", 0)
     monkeypatch.setattr(sensitivity, "_locate", lambda *_: pytest.fail("the model is larger than that"))
     api.scales(run.root, weight_rounding="nearest")
     again = load_costliest(run)

@@ -20,6 +20,7 @@ from fp8q.options import PRESETS, CalibrateOptions, DistillOptions, RescaleOptio
 from fp8q.quantize.scales.activation_scales import group_of
 from fp8q.quantize.scales.clip import lost_share
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.quantize.sensitivity import backward
 from fp8q.quantize.weights.gptq import WEIGHED_SHRINKAGE, compensation, gptq_codes
 from fp8q.stages import gradients as stage
 from fp8q.stages import preflight
@@ -157,12 +158,16 @@ def test_a_model_without_a_chain_of_layers_is_refused_first_where_memory_does_no
     assert not (tmp_path / "run").exists()
 
 
-def test_the_option_decides_if_gradients_go_layer_by_layer_and_memory_else(
+def test_the_option_decides_if_gradients_go_layer_by_layer_and_memory_and_size_else(
     demo_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = open_source(str(demo_checkpoint))
     assert not gradients_by_layer(source, None)
     assert gradients_by_layer(source, stream=True)
+    with monkeypatch.context() as large:
+        large.setattr(backward, "WHOLE_BYTES", 0)
+        assert gradients_by_layer(source, None)
+        assert not gradients_by_layer(source, stream=False)
     monkeypatch.setattr(stage, "beyond", lambda _: "and 80% of the memory available is 0 GB")
     assert gradients_by_layer(source, None)
     assert not gradients_by_layer(source, stream=False)

@@ -18,7 +18,7 @@ from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT, Reporter, Silent
 from fp8q.core.run import Run
-from fp8q.quantize.sensitivity import layerwise
+from fp8q.quantize.sensitivity import backward, layerwise
 from fp8q.quantize.sensitivity.document import Sensitivity
 from fp8q.quantize.sensitivity.gradients import backward_losses
 from fp8q.stages import corpus as corpus_stage
@@ -98,6 +98,15 @@ def test_layer_by_layer_the_same_is_predicted(run: Run, in_memory: Sensitivity, 
     )
     assert report.lines[1].startswith("sensitivity: by what the first layer took, some ")
     assert len(report.lines) == 2
+
+
+def test_a_search_predicts_a_large_model_layer_by_layer(
+    run: Run, in_memory: Sensitivity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though memory would hold it: in memory a 1.5B took 22.7 GB."""
+    monkeypatch.setattr(backward, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(sensitivity_stage, "_locate", lambda *_: pytest.fail("the model is larger than that"))
+    same(sensitivity_stage.predicted_losses(run, source_of(run), WINDOWS, tmp_path, Notes(SILENT)), in_memory)
 
 
 @pytest.mark.slow
