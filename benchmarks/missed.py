@@ -146,8 +146,8 @@ def _two_implementations(result: Figures) -> Iterator[str]:
 
 
 def _plan(result: Figures) -> Iterator[str]:
-    for model, found in result["results"].items():
-        for name, ratio in found["ratios"].items():
+    for model, figures in result["results"].items():
+        for name, ratio in figures["ratios"].items():
             if not 1 / result["limit"] <= ratio <= result["limit"]:
                 yield f"{model}: {name} planned over taken: {ratio:.2f} (within {result['limit']:g} times)"
 
@@ -169,5 +169,6 @@ LIMITS: Mapping[str, Callable[[Figures], Iterator[str]]] = {
     "unseen_architectures": _unseen_architectures,
     "published_classes": _published_classes,
     "plan": _plan,
+    "plan_qwen_coder": _plan,
     "wrong_models": _wrong_models,
 }

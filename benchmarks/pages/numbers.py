@@ -8,8 +8,8 @@ SUMS = {"fp32": "FP32", "fp22": "`fp22`", "two-level": "`two-level`"}
 KINDS, LENGTHS = ("normal", "one sign"), ("4096", "14336", "28672")
 #: The models with the largest losses, and the one on which `fp22` takes most of the gain of two terms.
 MODELS = ("demo", "llama", "opt")
-#: The model of the plan.
-PLANNED = "SmolLM2-135M"
+#: The models whose runs are planned, by their directories.
+PLANNED = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M", "qwen_coder": "Qwen2.5-Coder-1.5B"}
 
 
 def two_implementations() -> str:
@@ -95,16 +95,15 @@ def without_bf_units() -> str:
 
 
 def plans() -> str:
-    """Each stage's time, and what `fp8q run` planned over what was taken."""
-    (result,) = load("plan")["results"].values()
+    """What `fp8q run` took of each model, and what it planned over that."""
     rows = []
-    for stage, found in result["stages"].items():
-        ratios = (found["seconds_ratio"], found["memory_ratio"])
-        rows.append([stage, f"{found['seconds']:.0f} s", *(f"{ratio:.2f}" for ratio in ratios), ""])
-    everything = [f"{result['ratios'][name]:.2f}" for name in ("seconds", "memory", "disk")]
-    taken = sum(found["seconds"] for found in result["stages"].values())
-    rows.append([f"all of {PLANNED}", f"{taken:.0f} s", *everything])
-    return table(["stage", "took", "time, planned over taken", "memory", "disk"], rows)
+    for name, figures in (load("plan")["results"] | load("plan_qwen_coder")["results"]).items():
+        stages = figures["stages"].values()
+        seconds = sum(stage["seconds"] for stage in stages)
+        peak = max(stage["peak_memory_bytes"] for stage in stages)
+        ratios = [f"{figures['ratios'][what]:.2f}" for what in ("seconds", "memory", "disk")]
+        rows.append([PLANNED[name], f"{seconds / 60:.1f} min", gigabytes(peak), *ratios])
+    return table(["model", "took", "memory", "planned over taken: time", "memory", "disk"], rows)
 
 
 def limits() -> str:

@@ -12,6 +12,7 @@ from gpu.waits import host_waits
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fp8q.calibrate.measure import moments
 from fp8q.calibrate.measure.moments import (
     SecondMoments,
     add_matmul,
@@ -52,6 +53,27 @@ def test_first_tokens_of_windows_are_added_as_often_as_their_weight(tmp_path: Pa
     shrunk = [[4 * (1 + 9) + 25, 4 * 2 + 0.5 * 35], [4 * 2 + 0.5 * 35, 4 * 4 + 49 + 1]]
     assert load_moments(tmp_path, "a", first=4.0, shrinkage=0.5).tolist() == shrunk
     assert load_moments(tmp_path, "flat", first=4.0, shrinkage=0.5).tolist() == every
+
+
+def test_large_sums_leave_memory_once_a_batch_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of them is lost."""
+    monkeypatch.setattr(moments, "MAPPED_BYTES", 0)
+    x, names, store = torch.randn(64, 2048), [*"abcdefgh"], SecondMoments(tmp_path)
+    mapped = mapped_bytes()
+    for name in 2 * names:
+        store.add(name, x)
+    grown = mapped_bytes() - mapped
+    store.close()
+    size = moments_file(tmp_path, "a").stat().st_size
+    assert grown < 2 * size, "all eight are 8 times as much"
+    for name in names:
+        torch.testing.assert_close(load_moments(tmp_path, name), 2 * x.T @ x)
+
+
+def mapped_bytes() -> int:
+    """The bytes of files in this process's memory."""
+    _, _, shared, *_ = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    return int(shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_what_comes_after_closing_begins_anew(tmp_path: Path) -> None:
