@@ -6,8 +6,9 @@ computes, those that promise to meet the limit are made and measured on a few wi
 chosen is then evaluated on all of it, as any run is, and where that still exceeds the limit a finer one is aimed at.
 The statistics of the run serve all of them.
 
-All results are stored in the stage's folder as they are computed, so that a killed call goes on from there; codes that
-GPTQ has rounded for one candidate serve the others. What BF16 gives of the evaluated windows serves all forms that are
+All results are stored in the stage's folder as they are computed, so that a killed call goes on from there. Codes that
+GPTQ has rounded for one candidate serve the others where they are measured, whatever form the input has there; the one
+chosen gets its own. What BF16 gives of the evaluated windows serves all forms that are
 evaluated on these.
 """
 
@@ -141,8 +142,11 @@ class FormCandidates:
             return options
         return replace(options, weigh_first_token=options.needs_moments)
 
-    def make(self, mix: Mix) -> ScaleOptions:
-        """Write scales and checkpoint in the form of `mix`, without graphs; return the options that give it."""
+    def make(self, mix: Mix, of_any_input: bool = False) -> ScaleOptions:
+        """Write scales and checkpoint in the form of `mix`, without graphs; return the options that give it.
+
+        `of_any_input`: codes that GPTQ rounded for inputs in other forms serve too.
+        """
         task = self.task
         options = self.options(mix)
         if options.needs_moments:
@@ -151,7 +155,8 @@ class FormCandidates:
             run_gradients(task.run, self.source, options, task.notes, stream)
         codes = task.folder / "codes"
         codes.mkdir(exist_ok=True)
-        quantize(task.run, self.source, gemms_of(self.source, options), options, task.notes, KnownCodes(rounded=codes))
+        known = KnownCodes(rounded=codes, of_any_input=of_any_input)
+        quantize(task.run, self.source, gemms_of(self.source, options), options, task.notes, known)
         return options
 
 
@@ -241,7 +246,7 @@ class FewWindows:
         measured = task.progress.measured
         name = json.dumps(asdict(mix), sort_keys=True)
         if name not in measured:
-            self.candidates.make(mix)
+            self.candidates.make(mix, of_any_input=True)
             bf16 = self._bf16
             reference = load_reference(task.run.model, "fast", torch.bfloat16, device())
             runner = reference_runner(reference, self.as_served)

@@ -42,6 +42,8 @@ ENGINE_SECONDS = 6.0
 REPORT_SECONDS = 8.0
 #: The windows that a search measures candidates on, and the candidates that it measures, about.
 SEARCH_CANDIDATES = 4
+#: Of a weight by GPTQ in a search: once to measure, and once for the form that is chosen.
+ROUNDINGS = 2
 #: The passes of a forward and backward run for the first tokens' weights, in forward passes.
 FIRST_TOKEN_PASSES = 3.0
 #: The files of hidden states of `--weight-rounding sequential`.
@@ -240,11 +242,17 @@ def _search(plan: Planned, validation: PlannedStage) -> PlannedStage:
     few = SEARCH_CANDIDATES * FEW_WINDOWS * min(plan.window, FEW_CONTEXT)
     candidates = few * (rates.reference + rates.scoring) + SEARCH_CANDIDATES * rates.scaling * rates.numbers
     predicted = plan.gradients(GRADIENT_PASSES * PREDICTED_WINDOWS)
-    gathered = 0.0 if plan.outlook.moments else _moments_bytes(rates)
+    rounding = ROUNDINGS * rates.compensated
+    if not plan.scales.weigh_first_token:
+        rounding += plan.begin + plan.gradients(FIRST_TOKEN_PASSES * FIRST_TOKEN_WINDOWS)
+    gathered = 0.0
+    if not plan.outlook.moments:  # the model is measured again
+        gathered = _moments_bytes(rates)
+        rounding += plan.begin + plan.tokens * (rates.observed + rates.moments)
     work = rates.backward_bytes(PREDICTED_WINDOWS * plan.window, plan.backward_by_layer) + rates.numbers
     return PlannedStage(
         "search of a form",
-        predicted + candidates + rates.compensated + _validation_seconds(plan, runtimes),
+        predicted + candidates + rounding + _validation_seconds(plan, runtimes),
         rates.base_bytes + rates.gradient_bytes(plan.window, plan.backward_by_layer),
         rates.checkpoint_bytes + gathered + work + validation.spare,
         "--form FORM",
@@ -354,7 +362,8 @@ def plan_of(
     """Measure rates on this machine and plan the stages."""
     batch_size = options.calibrate.batch_size
     stream = outlook.stream
-    rates = measured_rates(source, collected, batch_size, device(), stream=stream, moments=outlook.moments)
+    moments = outlook.moments or options.finds_form
+    rates = measured_rates(source, collected, batch_size, device(), stream=stream, moments=moments)
     return [*stages_of(Planned(source, options, collected, evaluation, outlook, rates))]
 
 

@@ -55,7 +55,7 @@ from ..quantize.weights.channels import (
 )
 from ..quantize.weights.code_sources import CodeSource, GptqCodes, LearnedCodes, RoundedCodes, Rounding
 from ..quantize.weights.gptq import WEIGHED_SHRINKAGE, Compensations
-from ..quantize.weights.rounding_progress import CachedCodes
+from ..quantize.weights.rounding_progress import CachedCodes, CodesOfAnyInput
 from ..quantize.weights.sequential import SequentialRounding
 from .corpus import in_batches, load_tokens
 from .gradients import load_first_tokens, output_folder
@@ -70,11 +70,13 @@ from .shared.model_files import carry_graphs, has_graphs
 class KnownCodes:
     """Codes that are there already. `learned`: those that `fp8q distill` learned from these scales are taken, where
     there are any. `rounded`: a folder of this run's codes by GPTQ, which are read from there and added; it has all of
-    them where the run has no second moments. `world`: ranks that round by GPTQ together.
+    them where the run has no second moments. `of_any_input`: codes there that were rounded for an input in another form
+    serve too, to measure a candidate. `world`: ranks that round by GPTQ together.
     """
 
     learned: bool = True
     rounded: Path | None = None
+    of_any_input: bool = False
     world: World | None = None
 
     @property
@@ -157,6 +159,8 @@ def _key(
 ) -> Key[ScaleOptions, QuantizeFacts]:
     """The key of the codes, learned ones among them where these are taken."""
     key = rounding_key(run, source, options)
+    if known.of_any_input and options.weight_rounding == "gptq":
+        key = replace(key, facts=key.facts.model_copy(update={"of_any_input": True}))
     if not known.learned:
         return key
     return replace(key, inputs={**key.inputs, **learned_codes(run, key, notes)})
@@ -321,7 +325,7 @@ def _stored_codes(
 ) -> Iterator[CachedCodes | None]:
     """Open the codes by GPTQ that are `known`, or those that ranks round, where a killed call goes on; None without."""
     if known.rounded:
-        yield CachedCodes(known.rounded)
+        yield (CodesOfAnyInput if known.of_any_input else CachedCodes)(known.rounded)
     elif known.in_ranks and key.options.weight_rounding == "gptq":
         with QUANTIZE.working(run, key, notes) as folder:
             yield CachedCodes(folder)
@@ -378,7 +382,11 @@ def _compensations(
 
 
 def _rounded_while_measured(
-    source: Source, scales: Scales, codes: CachedCodes, compensations: Compensations, method: WeightMethod
+    source: Source,
+    scales: Scales,
+    codes: CachedCodes,
+    compensations: Compensations,
+    method: WeightMethod,
 ) -> RoundedCodes:
     """The `codes` of all weights that GPTQ rounded while the model was measured.
 

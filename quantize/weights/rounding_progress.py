@@ -4,6 +4,7 @@ Rounding layer by layer counts the files of a layer once its step has ended (`La
 left unfinished is rounded again.
 """
 
+import re
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ from .channels import JudgedCodes, QuantizedWeight
 
 #: The metadata of a file with an expert's codes: how they were judged, as JSON.
 HELD_OUT = "held_out"
+#: A share as Python writes it.
+SHARE = re.compile(r"\d\.?\d*(e-\d+)?")
 
 
 class Rounded:
@@ -71,3 +74,15 @@ class CachedCodes(Rounded):
     def keep(self, module: str, lost: float, weight: QuantizedWeight) -> None:
         """Store the codes and scale of `module` for an input that loses the share `lost`."""
         self.add(f"{module}-{lost!r}", weight)
+
+
+class CodesOfAnyInput(CachedCodes):
+    """Codes of GPTQ in a folder, of which those for the nearest share serve where a module has none for its own."""
+
+    def of_input(self, module: str, lost: float) -> JudgedCodes | None:
+        """The codes of `module` for an input that loses the share `lost`, or about that; None where there are none."""
+        begins = f"{module}-"
+        names = (path.stem.removeprefix(begins) for path in self.files() if path.stem.startswith(begins))
+        shares = [float(name) for name in names if SHARE.fullmatch(name)]
+        nearest = min(shares, key=lambda share: abs(share - lost), default=lost)
+        return super().of_input(module, nearest)

@@ -97,12 +97,14 @@ class OutputFacts(Strict):
 
 class QuantizeFacts(Strict):
     """Facts of a checkpoint. `batch_size`: windows that ran through a layer together, for sequential rounding;
-    `shrinkage`: of the moments beside first tokens that are weighed; `tokenizer`: the one that is written.
+    `shrinkage`: of the moments beside first tokens that are weighed; `of_any_input`: a search's candidate, whose codes
+    may be for inputs in other forms; `tokenizer`: the one that is written.
     """
 
     adapters: Fingerprints | None = None
     batch_size: int | None = None
     shrinkage: float | None = None
+    of_any_input: bool | None = None
     tokenizer: TokenizerChoice = "file"
 
 

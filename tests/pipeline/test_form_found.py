@@ -1,5 +1,6 @@
 """`fp8q run` finds a form that meets the limit, where one code an activation does not and none was asked for."""
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,9 @@ def counted(demo_checkpoint: Path, demo_texts: Any, tmp_path_factory: pytest.Tem
         counts.rounded.append((module, lost))
         keep(codes, module, lost, weight)
 
-    def making(candidates: FormCandidates, mix: Mix) -> api.ScaleOptions:
+    def making(candidates: FormCandidates, mix: Mix, of_any_input: bool = False) -> api.ScaleOptions:
         counts.mixes.append(mix)
-        return make(candidates, mix)
+        return make(candidates, mix, of_any_input)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(runtimes, "float_model", loading)
@@ -138,12 +139,14 @@ def test_no_form_is_chosen_that_the_server_does_not_compute(made: Run) -> None:
     assert not tails_of(scales.forms)
 
 
-def test_a_search_evaluates_the_float_model_once_and_rounds_a_weight_once_for_each_share_that_its_input_loses(
+def test_a_search_evaluates_the_float_model_once_and_rounds_a_weight_to_measure_and_once_more_for_what_is_chosen(
     counted: Counted,
 ) -> None:
     assert counted.loaded == ["torch.bfloat16"]
     assert len(counted.mixes) > 2  # that to begin with, the finest and the chosen one, at least
-    assert counted.rounded
+    times = Counter(module for module, _ in counted.rounded)
+    assert times
+    assert max(times.values()) <= 2
     assert len(counted.rounded) == len({*counted.rounded})
     assert not list(counted.run.root.glob(".*.work"))
 
@@ -158,6 +161,18 @@ def test_what_it_writes_is_what_each_form_evaluated_alone_gives(
     alone = run(demo_checkpoint, demo_texts, tmp_path / "alone")
     for file in RESULTS:
         assert (alone.root / file).read_bytes() == (made.root / file).read_bytes(), file
+
+
+def test_what_is_chosen_has_codes_for_its_own_inputs(
+    made: Run, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a search that measures each candidate with its own."""
+    make = FormCandidates.make
+    monkeypatch.setattr(FormCandidates, "make", lambda candidates, mix, of_any_input=False: make(candidates, mix))
+    alone = run(demo_checkpoint, demo_texts, tmp_path / "alone")
+    assert load_form_choice(alone).recipe == load_form_choice(made).recipe
+    for path in (made.scales, made.accuracy, *made.model.glob("*.safetensors")):
+        assert (alone.root / path.relative_to(made.root)).read_bytes() == path.read_bytes(), path.name
 
 
 def test_another_call_does_nothing_again(made: Run, demo_checkpoint: Path, demo_texts: Any) -> None:

@@ -82,6 +82,16 @@ def test_the_disk_of_a_stage_has_all_its_files(demo_checkpoint: Path) -> None:
     assert (search.disk, search.freed) == (120 + 4 * (3 * 3 + 4 * 4) + 80 + logits, 120 + 80 + logits)
 
 
+def test_a_search_measures_again_where_no_moments_were_gathered_and_rounds_twice(demo_checkpoint: Path) -> None:
+    """It weighs first tokens of 16 windows where that was not done, in 3 passes."""
+    begin = 5 + 2 * 1.0
+    without, with_moments = (planned(demo_checkpoint, moments=known)["search of a form"] for known in (False, True))
+    assert without.seconds - with_moments.seconds == pytest.approx(begin + 24 * 2.5)
+    weighed = planned(demo_checkpoint, moments=True, weigh_first_token=True, weight_rounding="gptq")["search of a form"]
+    assert with_moments.seconds - weighed.seconds == pytest.approx(begin + 3 * 16 * 8 * RATES.fp32)
+    assert without.seconds > 2 * RATES.compensated
+
+
 def test_moments_that_are_spent_take_a_layers_room_and_that_of_the_codes(demo_checkpoint: Path) -> None:
     """Two layers of 4 · (9 + 16) bytes together, and 80 codes until the checkpoint of 120 bytes has them."""
     stages = planned(demo_checkpoint, moments=True, weight_rounding="gptq", stream=True, keep_moments=False)
