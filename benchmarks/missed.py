@@ -169,6 +169,5 @@ LIMITS: Mapping[str, Callable[[Figures], Iterator[str]]] = {
     "unseen_architectures": _unseen_architectures,
     "published_classes": _published_classes,
     "plan": _plan,
-    "plan_qwen_coder": _plan,
     "wrong_models": _wrong_models,
 }

@@ -119,12 +119,7 @@ BY_HAND: Mapping[str, str] = {
     "real_sizes_qwen_coder": "real_sizes.py qwen_coder --commands '^(convert|calibrate)'",
     "plan": (
         "plan.py build/real/smollm2=../shared/data/wikitext-2-raw-valid.txt,../shared/data/wikitext-2-raw-test.txt "
-        "build/real/gemma3=../shared/data/wikitext-2-raw-valid.txt,../shared/data/wikitext-2-raw-test.txt "
         "--samples 64 --context 512"
-    ),
-    "plan_qwen_coder": (
-        "plan.py build/real/qwen_coder=../shared/data/wikitext-2-raw-valid.txt,../shared/data/wikitext-2-raw-test.txt "
-        "--samples 16 --context 512"
     ),
     "vllm_plugin": "vllm_plugin.py --vllm .venv/vllm/bin/python --samples 128 --steps 32",
     "vllm_plugin_h100": "vllm_plugin.py --answers FOLDER --samples 128 --windows 8 --steps 0",

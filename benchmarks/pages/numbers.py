@@ -8,8 +8,8 @@ SUMS = {"fp32": "FP32", "fp22": "`fp22`", "two-level": "`two-level`"}
 KINDS, LENGTHS = ("normal", "one sign"), ("4096", "14336", "28672")
 #: The models with the largest losses, and the one on which `fp22` takes most of the gain of two terms.
 MODELS = ("demo", "llama", "opt")
-#: The models whose runs are planned, by their directories.
-PLANNED = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M", "qwen_coder": "Qwen2.5-Coder-1.5B"}
+#: The model whose run is planned, by its directory.
+PLANNED = {"smollm2": "SmolLM2-135M"}
 
 
 def two_implementations() -> str:
@@ -97,7 +97,7 @@ def without_bf_units() -> str:
 def plans() -> str:
     """What `fp8q run` took of each model, and what it planned over that."""
     rows = []
-    for name, figures in (load("plan")["results"] | load("plan_qwen_coder")["results"]).items():
+    for name, figures in load("plan")["results"].items():
         stages = figures["stages"].values()
         seconds = sum(stage["seconds"] for stage in stages)
         peak = max(stage["peak_memory_bytes"] for stage in stages)
