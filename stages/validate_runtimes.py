@@ -57,7 +57,7 @@ from .other_text import positions
 from .pipeline.stage import Notes, device
 from .shared.adapters import adapters_of
 from .shared.engines import note_without_engines, takes_adapter
-from .shared.image_rows import ImageRows
+from .shared.run_images import ImageRows
 from .shared.sources import source_of
 
 
