@@ -41,6 +41,7 @@ from ..validate.accuracy.compare import (
     AnyForward,
     Opener,
     Outcome,
+    Turns,
     compare_in_turn,
     windows_at_once,
 )
@@ -406,7 +407,7 @@ def _run(pair: CheckpointPair, vocabulary: int, folder: Path) -> Outcome:
 
 def _outcome(pair: CheckpointPair, openers: Mapping[str, Opener], vocabulary: int, folder: Path) -> Outcome:
     """Measure the three models that `openers` load; raises BackendError where one failed."""
-    outcome = compare_in_turn(pair.evaluation, openers, vocabulary, folder / "windows", pair.progress)
+    outcome = compare_in_turn(Turns(pair.evaluation, openers, vocabulary, folder / "windows"), pair.progress)
     if outcome.failed:
         raise BackendError("", "; ".join(outcome.failed.values()))
     return with_buckets(outcome)
