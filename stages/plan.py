@@ -113,7 +113,7 @@ class Planned:
 
     @property
     def backward_by_layer(self) -> bool:
-        """Whether gradients go layer by layer."""
+        """Tell whether gradients go layer by layer."""
         return self.outlook.stream or by_layer_on_cpu(self.source, device())
 
     @property
