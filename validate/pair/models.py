@@ -22,7 +22,7 @@ from ...core.headers import StoredTensor
 from ...core.reporter import Reporter
 from ...core.run import Run
 from ...quantize.reading.dequantized import recognize
-from ..endpoint.checkpoint import loaded_checkpoint
+from ..endpoint.transformers_loader import TransformersLoader
 from .document import CheckpointIdentity, LoadedBy
 from .tokenizer_differences import TokenizerFile
 
@@ -171,7 +171,7 @@ def load_candidate(path: Path, option: str, device: str) -> LoadedCandidate:
     Raises InputError or BackendError of transformers where fp8q does not read the form either.
     """
     try:
-        model = _prepared(path, loaded_checkpoint(path, option).to(device), device)
+        model = _prepared(path, TransformersLoader(path, option, device).load(), device)
     except (InputError, BackendError) as refused:
         return LoadedCandidate(_dequantized(path, device, refused), BY_FP8Q)
     return LoadedCandidate(model, by_transformers(path, device))
