@@ -1,5 +1,7 @@
 """Load a checkpoint of anybody with transformers, or a part of it: in the class and with the attention that `calibrate`
 takes (`calibrate.model.classes`), by transformers' own rules for each form of quantization, as its users run it.
+
+transformers does not know ModelOpt's form, and gets such a checkpoint in compressed-tensors' (`modelopt_tensors`).
 """
 
 from collections.abc import Callable, Iterator
@@ -16,10 +18,11 @@ from ...calibrate.input.untrusted import error_text, foreign
 from ...calibrate.model.classes import auto_class, needed_attention
 from ...core.errors import BackendError, Fp8qError, InputError
 from ...quantize.reading.codecs import CODECS
+from ...quantize.reading.modelopt_tensors import as_compressed_tensors
 
 #: The remedy for a checkpoint that cannot be loaded.
 AGAIN = "copy or download it again, or name another directory"
-#: How the names of weights' scales end. transformers only warns of those that it does not read (ModelOpt's, Conv1D's).
+#: How the names of weights' scales end. transformers only warns of those that it does not read (Conv1D's, experts').
 WEIGHT_SCALES = (".weight_scale_2", *(f".{name}" for codec in CODECS.values() for name in codec.weight_scales))
 
 
@@ -36,14 +39,14 @@ class TransformersLoader:
         with self.loading():
             config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
             config._attn_implementation = needed_attention(config)
+            coded = as_compressed_tensors(directory)
+            self._files: dict[str, Any] = {"pretrained_model_name_or_path": directory}
+            if coded is not None:
+                config.quantization_config = coded.config
+                self._files = {"pretrained_model_name_or_path": None, "state_dict": coded.tensors}
             with torch.device("meta"):
                 self.empty: PreTrainedModel = auto_class(config).from_config(deepcopy(config))
-        self._files = {
-            "pretrained_model_name_or_path": directory,
-            "config": config,
-            "dtype": dtype or "auto",
-            "local_files_only": True,
-        }
+        self._files |= {"config": config, "dtype": dtype or "auto", "local_files_only": True}
 
     @contextmanager
     def loading(self) -> Iterator[None]:

@@ -84,7 +84,7 @@ def written(damage: damaged.Damage = lambda tensors, path: None, cache: bool = F
         pytest.param(written(partial(damaged.as_integers, bits=4)), "transformers", id="W4A16"),
         pytest.param(fine_grained, "fp8q", id="fp8 in blocks"),
         pytest.param(partial(fine_grained, block=None), "transformers", id="fp8, static inputs"),
-        pytest.param(written(damaged.as_modelopt), "fp8q", id="ModelOpt", marks=pytest.mark.quick),
+        pytest.param(written(damaged.as_modelopt), "transformers", id="ModelOpt", marks=pytest.mark.quick),
         pytest.param(as_block, "fp8q", id="compressed-tensors in blocks"),
         pytest.param(written(damaged.weight_of_another_layer), "transformers", id="a weight of another layer"),
         pytest.param(written(damaged.nan_code), "transformers", id="a NaN code"),
