@@ -70,7 +70,7 @@ def measured(evaluation: Evaluation, vocabulary: int) -> tuple[dict[str, Any], d
     }
     begun = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
-        outcome = compare.compare_in_turn(evaluation, openers, vocabulary, Path(folder) / "work", SILENT)
+        outcome = compare.compare_in_turn(compare.Turns(evaluation, openers, vocabulary, Path(folder) / "work"), SILENT)
     figures = {
         "calls": calls.count,
         "largest_logits_bytes": calls.largest,

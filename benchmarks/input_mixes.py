@@ -18,7 +18,6 @@ those of BF16; and how many inputs of each kind are exact. Prints one JSON line;
 is not there.
 """
 
-import argparse
 import re
 import sys
 from collections import Counter
@@ -26,25 +25,15 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from real_models import asked_of, ratio, summary
-from real_rows import BF16, Weights, bf16_model, dynamic_input, quantized, static_input
-from result import arguments, described, publish
-from rounded_runs import (
-    CALIBRATION_CONTEXT,
-    GPTQ,
-    WEIGHED,
-    RoundedRuns,
-    rounded_runs,
-    runs_argument,
-    with_seconds,
-)
+from real_rows import Weights, dynamic_input, quantized, static_input
+from rounded_runs import GPTQ, WEIGHED, RoundedRuns, with_seconds
+from row_figures import RowFigures, publish_rows
 
 from fp8q.api import RescaleOptions, Sensitivity, scales, sensitivity
 from fp8q.core.run import Run
 from fp8q.options import DYNAMIC, ONE
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.scales.serving_cost import BF16_OPERATIONS
-from fp8q.stages.shared.sources import source_of
 
 #: Shares of a prompt's operations in GEMMs whose inputs are exact.
 SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
@@ -112,54 +101,38 @@ def rounded_for_codes(runs: RoundedRuns) -> Weights:
     return runs.rounded(ROUNDED_FOR_CODES, make).weights
 
 
-def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
-    """Row -> its figures, and what it multiplies."""
-    with rounded_runs(name, asked) as runs:
-        gptq = runs.rounded(GPTQ).weights
-        weighed = runs.rounded(WEIGHED).weights
-        sizes = {module: weight.numel() for module, weight in weighed.items()}
-        run = Run(runs.folder / "dynamic")
-        if not run.sensitivity.is_file():
-            run = dynamic_run(runs, run.root.name, weight_rounding="nearest")  # the quickest
-        activations = load_scales(run).activations
-        static = {module: static_input(activation.with_form(ONE)) for module, activation in activations.items()}
-        dynamic = dict.fromkeys(sizes, dynamic_input)
-        rows: dict[str, tuple[Weights, dict[str, Any], set[str]]] = {
-            DYNAMIC_GPTQ: (gptq, dynamic, set()),
-            ONE_GPTQ: (gptq, static, set()),
-            ONE_WEIGHED: (weighed, static, set()),
-        }
-        for row, modules in mixes(run, sizes).items():
-            inputs = {module: function for module, function in dynamic.items() if module not in modules}
-            rows[row] = weighed, inputs, modules
-        if re.search(asked.rows, ROUNDED_FOR_CODES):
-            rows[ROUNDED_FOR_CODES] = rounded_for_codes(runs), dynamic, set()
-        source = source_of(runs.run)
-        tokens = {BF16: runs.tokens(BF16, lambda: bf16_model(source))}
-        results: dict[str, Any] = {BF16: summary(tokens[BF16])}
-        for row, (weights, inputs, modules) in rows.items():
-            if row != DYNAMIC_GPTQ and not re.search(asked.rows, row):
-                continue
-            judged = f"inputs, {row}" if inputs else WEIGHED
-            tokens[row] = runs.tokens(judged, partial(quantized, source, weights, inputs))
-            figures: dict[str, Any] = summary(tokens[row])
-            figures["kl_over_bf16"] = round(float(tokens[row].kl.mean() / tokens[BF16].kl.mean()), 2)
-            figures["kl_over_dynamic"], figures["ratio_interval"] = ratio(tokens[row], tokens[DYNAMIC_GPTQ])
-            figures["operations"] = round(operations(sizes, modules), 4)
-            figures["exact"] = kinds(modules)
-            results[row] = figures
-            print(f"{name}: {row}: {figures}", file=sys.stderr, flush=True)
-    contexts = {"context": runs.context, "calibration_context": CALIBRATION_CONTEXT}
-    return {**contexts, "evaluation_tokens": runs.windows * runs.context, "rows": results}
-
-
-def main() -> int:
-    """Measure and print."""
-    asked = asked_of(runs_argument(arguments(__doc__)))
-    head = described("input_mixes")
-    results = {name: measure(name, asked) for name in asked.models}
-    return publish(head, {"samples": asked.samples, "results": results}, asked.save)
+def measure(runs: RoundedRuns) -> RowFigures:
+    """Judge every row, and count what it multiplies."""
+    gptq = runs.rounded(GPTQ).weights
+    weighed = runs.rounded(WEIGHED).weights
+    sizes = {module: weight.numel() for module, weight in weighed.items()}
+    run = Run(runs.folder / "dynamic")
+    if not run.sensitivity.is_file():
+        run = dynamic_run(runs, run.root.name, weight_rounding="nearest")  # the quickest
+    activations = load_scales(run).activations
+    static = {module: static_input(activation.with_form(ONE)) for module, activation in activations.items()}
+    dynamic = dict.fromkeys(sizes, dynamic_input)
+    rows: dict[str, tuple[Weights, dict[str, Any], set[str]]] = {
+        DYNAMIC_GPTQ: (gptq, dynamic, set()),
+        ONE_GPTQ: (gptq, static, set()),
+        ONE_WEIGHED: (weighed, static, set()),
+    }
+    for row, modules in mixes(run, sizes).items():
+        inputs = {module: function for module, function in dynamic.items() if module not in modules}
+        rows[row] = weighed, inputs, modules
+    if re.search(runs.asked.rows, ROUNDED_FOR_CODES):
+        rows[ROUNDED_FOR_CODES] = rounded_for_codes(runs), dynamic, set()
+    judged = RowFigures(runs, DYNAMIC_GPTQ, "dynamic")
+    for row, (weights, inputs, modules) in rows.items():
+        if row != DYNAMIC_GPTQ and not re.search(runs.asked.rows, row):
+            continue
+        stored = f"inputs, {row}" if inputs else WEIGHED
+        figures = judged.judge(row, partial(quantized, judged.source, weights, inputs), stored)
+        figures["operations"] = round(operations(sizes, modules), 4)
+        figures["exact"] = kinds(modules)
+        judged.show(row)
+    return judged
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(publish_rows("input_mixes", __doc__, measure))

@@ -10,7 +10,7 @@ from fp8q.core.errors import BackendError
 from fp8q.core.reporter import Reporter
 from fp8q.core.undo import scratch
 from fp8q.validate.accuracy.as_served import LogitsPart
-from fp8q.validate.accuracy.compare import AnyForward, Opener, compare_in_turn
+from fp8q.validate.accuracy.compare import AnyForward, Opener, Turns, compare_in_turn
 from fp8q.validate.accuracy.document import Accuracy
 
 
@@ -28,7 +28,7 @@ def compare_runtimes(
 
     with scratch() as folder:
         openers = {name: loaded(forward) for name, forward in runtimes.items()}
-        outcome = compare_in_turn(evaluation, openers, vocabulary, folder, report)
+        outcome = compare_in_turn(Turns(evaluation, openers, vocabulary, folder), report)
     for why in outcome.failed.values():
         raise BackendError("", why)
     return outcome.accuracy, outcome.nll

@@ -73,6 +73,7 @@ class RoundedRuns:
 
     def __init__(self, name: str, asked: argparse.Namespace, folder: Path):
         """`name`: of the model; `asked`: options of `real_models.asked_of`."""
+        self.name = name
         self.directory = checkpoint(name, asked.folder)
         self.asked = asked
         self.folder = folder

@@ -15,18 +15,15 @@ itself, computed in BF16. With `--runs` a call that was killed goes on. Prints o
 package or text is not there.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from real_models import asked_of, ratio, summary
-from real_rows import BF16, Weights, bf16_model, quantized
-from result import arguments, described, publish
+from real_models import ratio
+from real_rows import Weights, quantized
 from rounded_runs import (
-    CALIBRATION_CONTEXT,
     EXACT,
     EXACT_OUTPUT_SIDE,
     GPTQ,
@@ -36,14 +33,12 @@ from rounded_runs import (
     WEIGHED,
     Rounded,
     RoundedRuns,
-    rounded_runs,
-    runs_argument,
     with_seconds,
 )
+from row_figures import RowFigures, publish_rows
 
 from fp8q.api import RescaleOptions, distill, scales, sensitivity
 from fp8q.core.run import Run
-from fp8q.stages.shared.sources import source_of
 
 #: Calibration windows of the rows that see more or less text than GPTQ's.
 MORE_AND_LESS = (16, 256)
@@ -133,46 +128,27 @@ def rows_of(runs: RoundedRuns) -> dict[str, Callable[[], Rounded]]:
     }
 
 
-def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
-    """Row -> its figures, seconds and bytes."""
-    with rounded_runs(name, asked) as runs:
-        gptq = runs.rounded(GPTQ)
-        source = source_of(runs.run)
-        makers: dict[str, Callable[[], Rounded]] = {GPTQ: lambda: gptq, **rows_of(runs)}
-        tokens = {BF16: runs.tokens(BF16, lambda: bf16_model(source))}
-        results: dict[str, Any] = {BF16: summary(tokens[BF16])}
-        for row, make in makers.items():
-            if row != GPTQ and not re.search(asked.rows, row):
-                continue
-            made = make()
-            tokens[row] = runs.tokens(row, partial(quantized, source, made.weights, {}))
-            figures: dict[str, Any] = summary(tokens[row])
-            over, interval = ratio(tokens[row], tokens[GPTQ])
-            figures |= {
-                "kl_over_bf16": round(float(tokens[row].kl.mean() / tokens[BF16].kl.mean()), 2),
-                "kl_over_gptq": over,
-                "ratio_interval": interval,
-                "seconds": made.seconds,
-                "bytes": round(share_of_bytes(made.weights, gptq.weights), 4),
-            }
-            start = STARTS.get(row)
-            if start is not None and start in tokens:
-                figures["kl_over_start"], figures["start_interval"] = ratio(tokens[row], tokens[start])
-                if row in REVISED:
-                    figures["changed"] = changed(made.weights, makers[start]().weights)
-            results[row] = figures
-            print(f"{name}: {row}: {figures}", file=sys.stderr, flush=True)
-    contexts = {"context": runs.context, "calibration_context": CALIBRATION_CONTEXT}
-    return {**contexts, "evaluation_tokens": runs.windows * runs.context, "rows": results}
-
-
-def main() -> int:
-    """Measure and print."""
-    asked = asked_of(runs_argument(arguments(__doc__)))
-    head = described("weight_levers")
-    results = {name: measure(name, asked) for name in asked.models}
-    return publish(head, {"samples": asked.samples, "results": results}, asked.save)
+def measure(runs: RoundedRuns) -> RowFigures:
+    """Judge every row, with its seconds and bytes."""
+    gptq = runs.rounded(GPTQ)
+    makers: dict[str, Callable[[], Rounded]] = {GPTQ: lambda: gptq, **rows_of(runs)}
+    judged = RowFigures(runs, GPTQ, "gptq")
+    for row, make in makers.items():
+        if row != GPTQ and not re.search(runs.asked.rows, row):
+            continue
+        made = make()
+        figures = judged.judge(row, partial(quantized, judged.source, made.weights, {}))
+        figures["seconds"] = made.seconds
+        figures["bytes"] = round(share_of_bytes(made.weights, gptq.weights), 4)
+        start = STARTS.get(row)
+        if start is not None and start in judged.tokens:
+            over, interval = ratio(judged.tokens[row], judged.tokens[start])
+            figures |= {"kl_over_start": over, "start_interval": interval}
+            if row in REVISED:
+                figures["changed"] = changed(made.weights, makers[start]().weights)
+        judged.show(row)
+    return judged
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(publish_rows("weight_levers", __doc__, measure))

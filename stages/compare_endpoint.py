@@ -25,6 +25,7 @@ from ..validate.accuracy.compare import (
     BASELINE,
     Outcome,
     TokenMeasure,
+    Turns,
     compare_in_turn,
     measure_with_torch,
     summarize_tokens,
@@ -117,7 +118,9 @@ def compare_with_server(
         whole_model = nullcontext(original_openers(original))
         layers = streamed_openers(original, evaluation.ids, config.vocab_size, folder / LAYERS, progress)
         with layers if by_layer else whole_model as openers:
-            outcome = compare_in_turn(evaluation, openers, config.vocab_size, folder / "windows", progress, measure)
+            outcome = compare_in_turn(
+                Turns(evaluation, openers, config.vocab_size, folder / "windows", measure), progress
+            )
         if outcome.failed:
             raise BackendError("", "; ".join(outcome.failed.values()))
         losses = {name: nll[evaluation.scored] for name, nll in outcome.nll.items()}

@@ -41,13 +41,14 @@ from ..validate.accuracy.compare import (
     AnyForward,
     Opener,
     Outcome,
+    Turns,
     compare_in_turn,
     windows_at_once,
 )
 from ..validate.accuracy.decision import decide
 from ..validate.accuracy.divergence import TOP1, kl_from
 from ..validate.accuracy.document import KL, Accuracy, Estimate
-from ..validate.endpoint.checkpoint import loaded_checkpoint
+from ..validate.endpoint.transformers_loader import TransformersLoader
 from ..validate.pair.causes import Facts, causes_of, check_files
 from ..validate.pair.checkpoint_chain import CheckpointChain, LayerMatrices, check_streamed_form
 from ..validate.pair.document import (
@@ -406,7 +407,7 @@ def _run(pair: CheckpointPair, vocabulary: int, folder: Path) -> Outcome:
 
 def _outcome(pair: CheckpointPair, openers: Mapping[str, Opener], vocabulary: int, folder: Path) -> Outcome:
     """Measure the three models that `openers` load; raises BackendError where one failed."""
-    outcome = compare_in_turn(pair.evaluation, openers, vocabulary, folder / "windows", pair.progress)
+    outcome = compare_in_turn(Turns(pair.evaluation, openers, vocabulary, folder / "windows"), pair.progress)
     if outcome.failed:
         raise BackendError("", "; ".join(outcome.failed.values()))
     return with_buckets(outcome)
@@ -415,7 +416,7 @@ def _outcome(pair: CheckpointPair, openers: Mapping[str, Opener], vocabulary: in
 def original_openers(original: Path) -> dict[str, Opener]:
     """The original in BF16 and in FP32, each loaded when its turn comes."""
     return {
-        name: lambda dtype=dtype: _logits(loaded_checkpoint(original, "", dtype).to(device()))  # type: ignore[misc]
+        name: lambda dtype=dtype: _logits(TransformersLoader(original, "", device(), dtype).load())  # type: ignore[misc]
         for name, dtype in ORIGINAL_DTYPES.items()
     }
 
@@ -492,7 +493,7 @@ def _explain(pair: CheckpointPair) -> Explanation:
     chosen = _module_windows(pair)
     if not len(chosen):
         return [], [], causes_of(Facts(*pair.paths, pair.configs, pair.file_causes))
-    original = loaded_checkpoint(pair.paths[0], "", torch.bfloat16).to(device())
+    original = TransformersLoader(pair.paths[0], "", device(), torch.bfloat16).load()
     candidate = load_candidate(pair.paths[1], OPTION, device()).model
     windows = [torch.from_numpy(ids[number : number + 1]).to(device()) for number in chosen]
     with pair.progress.track("Comparing modules", len(windows), "windows") as advance, gemms_in_fp32():

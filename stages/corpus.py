@@ -23,7 +23,7 @@ from ..options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, Bos, CorpusOptions
 from ..quantize.reading.run_checkpoint import vocabulary_size
 from .pipeline.stage import Key, Notes
 from .pipeline.stages import CORPUS, LARGEST_ID, CorpusFacts, Overlap, Prefix
-from .shared.image_rows import ImageChat, ImageRows, image_chats
+from .shared.run_images import ImageChat, ImageRows, image_chats
 from .shared.texts import Text, Tokens, check_apart, hold_out, read_tokens, share_out, without_windows
 
 if TYPE_CHECKING:

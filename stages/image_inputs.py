@@ -17,7 +17,7 @@ from ..core.reporter import Reporter
 from ..options import DEFAULT_SAMPLES
 from .corpus import Collected
 from .pipeline.stage import needs
-from .shared.image_rows import ImageChat, ImageRows
+from .shared.run_images import ImageChat, ImageRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -47,7 +47,7 @@ from .other_text import read_other
 from .pipeline.stage import NO_FACTS, Key, Notes, arithmetic, device
 from .pipeline.stages import CORPUS, MEASURE, QUERIES, CorpusFacts, MeasureFacts
 from .shared.adapters import fingerprints
-from .shared.image_rows import load_image_rows
+from .shared.run_images import load_image_rows
 from .shared.sources import source_of
 from .shared.texts import Tokens
 

@@ -36,7 +36,7 @@ from .pipeline.stages import CORPUS, MEASURE, CorpusFacts, MeasureFacts
 from .preflight import check_out, nothing_left
 from .quantize import quantize
 from .shared.adapters import adapters_of
-from .shared.image_rows import has_image_rows
+from .shared.run_images import has_image_rows
 from .shared.sources import check_model, gemms_of, opened_as
 from .shared.texts import Tokens
 

@@ -16,7 +16,7 @@ from ..core.errors import InputError
 from ..core.reporter import SILENT
 from ..core.run import Run
 from ..export.engine.build import resolve
-from ..options import FLOAT, RUNTIMES, WITHOUT_GRAPH, RunOptions, ScaleOptions
+from ..options import FLOAT, RUNTIMES, WITHOUT_GRAPH, ReportOptions, RunOptions, ScaleOptions
 from ..options.calibrate import WITH_SECOND_CODES
 from ..quantize.sensitivity.backward import by_layer_on_cpu
 from ..validate.accuracy.compare import BASELINES, windows_at_once
@@ -30,6 +30,7 @@ from .pipeline.stage import Notes, device
 from .pipeline.stages import VALIDATE
 from .plan_rates import LIBRARY_BYTES, Rates, measured_rates
 from .preflight import directory_above
+from .report import PROMPT_TOKENS, TOKENS
 from .sensitivity import GRADIENT_PASSES
 from .validate_runtimes import go_by_layer
 
@@ -166,7 +167,7 @@ def stages_of(plan: Planned) -> Iterator[PlannedStage]:
     yield validation
     if plan.options.finds_form:
         yield _search(plan, validation)
-    yield PlannedStage("report", rates.pace * REPORT_SECONDS, rates.base_bytes, 0.0, "")
+    yield _report(plan)
 
 
 def _checkpoint(plan: Planned) -> PlannedStage:
@@ -259,6 +260,15 @@ def _search(plan: Planned, validation: PlannedStage) -> PlannedStage:
         if_needed=True,
         freed=rates.checkpoint_bytes + work + validation.spare,
     )
+
+
+def _report(plan: Planned) -> PlannedStage:
+    """Plan the page, and the passages that BF16 and FP8 go on from, both in memory, a token at a time."""
+    rates = plan.rates
+    tokens = ReportOptions().continuations * (PROMPT_TOKENS + STEP_TOKENS * (TOKENS - 1))
+    continued = sum(rates.load_seconds + tokens * rates.of_runtime(name) for name in ("bf16", "reference"))
+    memory = rates.base_bytes + rates.weight_bytes + rates.checkpoint_bytes
+    return PlannedStage("report", rates.pace * REPORT_SECONDS + continued, memory, 0.0, "")
 
 
 def planned_runtimes(plan: Planned) -> tuple[str, ...]:

@@ -42,8 +42,8 @@ from .pipeline.stages import VALIDATE, ValidateFacts
 from .shared.added_runtimes import AddedRun, added_run, drop_outdated, run_added, with_host_runtimes
 from .shared.engines import engines_here
 from .shared.gates import check_comparable, check_gates
-from .shared.image_rows import load_image_rows
 from .shared.model_files import files_of, fp8_files, may_change_card
+from .shared.run_images import load_image_rows
 from .shared.texts import check_there
 
 #: The paragraph of the model card on how the figures are had again.

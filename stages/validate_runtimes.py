@@ -31,8 +31,8 @@ from ..validate.accuracy.compare import (
     Outcome,
     Turns,
     Workplace,
+    compare_in_turn,
     lasting_runtimes,
-    taken_in_turn,
     windows_at_once,
 )
 from ..validate.accuracy.document import Accuracy, ImageAccuracy
@@ -57,7 +57,7 @@ from .other_text import positions
 from .pipeline.stage import Notes, device
 from .shared.adapters import adapters_of
 from .shared.engines import note_without_engines, takes_adapter
-from .shared.image_rows import ImageRows
+from .shared.run_images import ImageRows
 from .shared.sources import source_of
 
 
@@ -83,7 +83,7 @@ def evaluate_runtimes(
     known = lasting_runtimes(lasting) if lasting else set()
     with opening(tokens, options, notes, known)(options.chosen, asked, folder) as made:
         turns = Turns(tokens, made, vocabulary_size(run), folder / "windows", lasting=lasting)
-        outcome = taken_in_turn(turns, notes)
+        outcome = compare_in_turn(turns, notes)
     if options.accumulator:
         baseline = made.get(BASELINE) if BASELINE not in outcome.failed else None
         sums = compare_sums(run, taken, baseline, options.accumulator, Workplace(device(), folder / "sums", notes))
@@ -219,7 +219,7 @@ def evaluate_images(
     )
     tokens = seen.evaluation()
     made = seen.openers(names, Loading(run, lambda: source, device()))
-    outcome = taken_in_turn(Turns(tokens, made, vocabulary_size(run), folder / "images"), notes)
+    outcome = compare_in_turn(Turns(tokens, made, vocabulary_size(run), folder / "images"), notes)
     if outcome.failed:
         raise BackendError("rows with images", "; ".join(outcome.failed.values()))
     scored = tokens.protocol.tokens

@@ -1,4 +1,4 @@
-"""Refuse models that cannot be calibrated, by config.json and the model's modules, before any work.
+"""Refuse models that cannot be calibrated, by config.json, before any work.
 
 fp8q calibrates decoder-only transformers: dense ones, mixtures of experts of one form (`expert_modules`), hybrids of
 attention and a recurrence (`caches`), and the language models inside models of images or audio. Other models that
@@ -20,7 +20,6 @@ from .caches import attention_indices
 from .classes import listed_with_others, needed_attention, nested
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PreTrainedConfig
 
 _OTHER_SENSES = re.compile(r"(vision|audio|speech|image|video)\w*_config")
@@ -172,31 +171,6 @@ def _not_causal(name: str, architecture: str) -> InputError:
     return InputError(
         name, f"{architecture} is not a causal language model, and fp8q does no other", "give a decoder-only one"
     )
-
-
-def refuse_experts(model: "nn.Module", name: str, architecture: str) -> None:
-    """Raise InputError when `model`, on the meta device or not, has experts that `unfold` could not take apart."""
-    from .expert_modules import Experts
-
-    taken: tuple[str, ...] = ()
-    for module_name, module in model.named_modules():
-        if isinstance(module, Experts):
-            taken += (f"{module_name}.",)
-        elif not module_name.startswith(taken) and _holds_experts(module_name.rpartition(".")[2], module):
-            raise InputError(
-                name,
-                f"{architecture} is a mixture of experts ({module_name}, {type(module).__name__}) in a form that fp8q "
-                "does not do for now: its weights are not gate_up_proj (or up_proj) and down_proj alone, or it "
-                "computes something else with them",
-                "give a model of another architecture, or use `fp8q convert`",
-            )
-
-
-def _holds_experts(name: str, module: "nn.Module") -> bool:
-    """Tell whether a module holds several experts, by its names; a shared expert is an ordinary feed-forward block."""
-    if name.startswith("shared_expert") and not any(parameter.dim() > 2 for parameter in module.parameters()):
-        return False
-    return "expert" in name.lower() or "expert" in type(module).__name__.lower()
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:

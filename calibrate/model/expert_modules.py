@@ -9,7 +9,7 @@ there on a mixture of experts is a model with many linear layers.
 The forms are the classes in `EXPERT_FORMS`: each says once which stacks there are, in which order they hold the weights
 of an expert, and what lies between its GEMMs; readers, names and loaders ask it. A class of transformers has one of
 them if it computes what `Experts` of that form compute, which is tested once for each class on random numbers. Others
-are refused by name (`architecture.refuse_experts`).
+are refused by name (`refuse_experts`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...core.errors import InputError
 from ..checkpoint.weights import TensorPart
 
 #: The GEMMs of an expert that read the tokens, of any form.
@@ -472,6 +473,29 @@ def computes_the_same(module: nn.Module, form: type[Expert]) -> bool:
         except (TypeError, AttributeError, RuntimeError):
             return False
         return isinstance(theirs, torch.Tensor) and bool(torch.allclose(theirs, expected, rtol=1e-9))
+
+
+def refuse_experts(model: nn.Module, name: str, architecture: str) -> None:
+    """Raise InputError when `model`, on the meta device or not, has experts that `unfold` could not take apart."""
+    taken: tuple[str, ...] = ()
+    for module_name, module in model.named_modules():
+        if isinstance(module, Experts):
+            taken += (f"{module_name}.",)
+        elif not module_name.startswith(taken) and _holds_experts(module_name.rpartition(".")[2], module):
+            raise InputError(
+                name,
+                f"{architecture} is a mixture of experts ({module_name}, {type(module).__name__}) in a form that fp8q "
+                "does not do for now: its weights are not gate_up_proj (or up_proj) and down_proj alone, or it "
+                "computes something else with them",
+                "give a model of another architecture, or use `fp8q convert`",
+            )
+
+
+def _holds_experts(name: str, module: nn.Module) -> bool:
+    """Tell whether a module holds several experts, by its names; a shared expert is an ordinary feed-forward block."""
+    if name.startswith("shared_expert") and not any(parameter.dim() > 2 for parameter in module.parameters()):
+        return False
+    return "expert" in name.lower() or "expert" in type(module).__name__.lower()
 
 
 def stack_of(form: type[Expert], gemm: str) -> str:

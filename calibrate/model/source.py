@@ -41,12 +41,11 @@ from .architecture import (
     max_positions,
     one_frequency,
     read_config,
-    refuse_experts,
     text_fields,
     unknown_rotary,
 )
 from .bf16_gemms import compute_gemms_in_fp32
-from .expert_modules import experts_of
+from .expert_modules import experts_of, refuse_experts
 from .expert_names import views
 from .gemms import gemm_modules
 from .load import HEADER_TYPE, headers, load_tensors, renamed_tensors

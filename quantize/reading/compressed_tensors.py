@@ -27,7 +27,7 @@ from .quantization_config import (
 from .quantization_fields import ARGUMENTS, FieldList, FieldRemark, asymmetric, unless
 
 if TYPE_CHECKING:
-    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 #: Where transforms are computed while the model runs; at other places they are in the weights already.
 OFFLINE = ("weight_input", "weight_output")
@@ -233,7 +233,7 @@ def quantization_config(
     since loaders take the scheme of a name before that of a class. Experts are declared with a scale for each token:
     loaders have no static one where weights have channel scales.
     """
-    from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+    from compressed_tensors.quantization import QuantizationScheme
 
     forms = {module: scheme.input for module, scheme in schemes.items()}
     declared = {ONE if form.static else form for form in forms.values()}  # loaders take two codes, or a tail, for one
@@ -266,8 +266,34 @@ def quantization_config(
         add(str(form), dense if by_tensor and form != BLOCK else named(form), form, strategy)
     if experts and of_the_class != BLOCK and (of_the_class != BF16 or by_tensor):
         add("group_1", [EXPERTS], BF16 if of_the_class == BF16 else DYNAMIC, "channel")
+    return _of_groups(groups, ignore, cache)
+
+
+def config_by_names(schemes: Mapping[str, Scheme], cache: bool) -> dict[str, object]:
+    """Make a `quantization_config` that declares each module of `schemes` by its name, and no class; `cache`: keys and
+    values have a scale each.
+    """
+    from compressed_tensors.quantization import QuantizationScheme
+
+    groups: dict[str, QuantizationScheme] = {}
+    for scheme in dict.fromkeys(schemes.values()):
+        assert scheme.weights is not None, "these modules have codes"
+        groups[f"group_{len(groups)}"] = QuantizationScheme(
+            targets=[module for module, other in schemes.items() if other == scheme],
+            weights=_arguments(scheme.weights),
+            input_activations=_inputs(scheme.input),
+        )
+    return _of_groups(groups, [], "tensor" if cache else None)
+
+
+def _of_groups(
+    groups: "Mapping[str, QuantizationScheme]", ignore: Sequence[str], cache: CacheUnit | None
+) -> dict[str, object]:
+    """Make the `quantization_config` of modules in these `groups`."""
+    from compressed_tensors.quantization import QuantizationConfig
+
     config = QuantizationConfig(
-        config_groups=groups,
+        config_groups=dict(groups),
         format="float-quantized",
         quantization_status="compressed",
         ignore=list(ignore),

@@ -27,7 +27,7 @@ from ...core.run import Run
 from ...options import RUNTIMES, ValidateOptions
 from ...quantize.checkpoint.card_additions import state_validated
 from ...validate.accuracy.as_served import by_distance
-from ...validate.accuracy.compare import AnyForward, Opener, Outcome, compare_in_turn, loading
+from ...validate.accuracy.compare import AnyForward, Opener, Outcome, Turns, compare_in_turn, loading
 from ...validate.accuracy.document import (
     WITH,
     Accuracy,
@@ -357,7 +357,7 @@ def _taken(
         size = graph_vocabulary(asked.run)
         if made:
             comparison = compare_in_turn(
-                tokens, made, size, folder / f"windows-{number}", notes, reference.token_measure
+                Turns(tokens, made, size, folder / f"windows-{number}", reference.token_measure), notes
             )
             rows[adapter] = against_stored(comparison, reference) if adapter else explained(asked, comparison)
             nll |= {with_adapter(name, adapter): values for name, values in comparison.nll.items()}

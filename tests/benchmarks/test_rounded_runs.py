@@ -45,6 +45,27 @@ def test_codes_that_differ_are_counted_by_kind_of_gemm() -> None:
     assert changed(revised, start) == {"q": 0.125, "up": 0.0}
 
 
+def test_a_row_stands_beside_bf16_and_the_row_that_others_are_divided_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    import row_figures
+    from real_models import Tokens
+
+    zeros = np.zeros((3, 4))
+    losses = {"BF16": 1.0, "first": 4.0, "other, stored": 2.0}
+    runs: Any = SimpleNamespace(
+        run=None, name="demo", context=64, windows=3,
+        tokens=lambda row, model: Tokens(zeros + losses[row], zeros, zeros, zeros),
+    )  # fmt: skip
+    monkeypatch.setattr(row_figures, "source_of", lambda run: None)
+    rows = row_figures.RowFigures(runs, "first", "gptq")
+    first, other = rows.judge("first", torch.nn.Identity), rows.judge("other", torch.nn.Identity, "other, stored")
+    assert (first["kl_over_bf16"], first["kl_over_gptq"]) == (4.0, 1.0)
+    assert (other["kl_over_bf16"], other["kl_over_gptq"], other["ratio_interval"]) == (2.0, 0.5, [0.5, 0.5])
+    other["seconds"] = 1.5
+    document = rows.document()
+    assert document["evaluation_tokens"] == 3 * 64
+    assert (list(document["rows"]), document["rows"]["other"]["seconds"]) == (["BF16", "first", "other"], 1.5)
+
+
 def test_the_seconds_of_a_row_are_of_the_stages_whose_outputs_it_reads() -> None:
     from rounded_runs import with_seconds
 

@@ -28,7 +28,7 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.image_inputs import row_inputs
-from fp8q.stages.shared.image_rows import load_image_rows
+from fp8q.stages.shared.run_images import load_image_rows
 from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.accuracy.runtimes import Loading

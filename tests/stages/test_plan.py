@@ -66,6 +66,13 @@ def test_times_are_tokens_times_what_a_token_takes(demo_checkpoint: Path) -> Non
     assert "costliest weights" in planned(demo_checkpoint, bf16_weights=0.03)
 
 
+def test_a_report_takes_the_time_of_what_both_models_continue(demo_checkpoint: Path) -> None:
+    """Three prompts of 32 tokens, and 47 steps behind each, of 33 tokens' time; both models are in memory."""
+    report = planned(demo_checkpoint)["report"]
+    assert report.seconds == 2 * 8 + 2 * 5 + 3 * (32 + 33 * 47) * (1 + 1.5)
+    assert report.memory == 1000 + 200 + 120
+
+
 def test_the_disk_of_a_stage_has_all_its_files(demo_checkpoint: Path) -> None:
     """24 tokens calibrate, 8 windows of 8 are predicted, hidden states have 4 numbers, and the checkpoint 120 bytes."""
     assert planned(demo_checkpoint, weight_rounding="sequential")["scales and checkpoint"].disk == (

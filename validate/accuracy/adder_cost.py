@@ -25,7 +25,7 @@ from ...quantize.reference.adder import seconds_per_multiply_add
 from ...quantize.reference.fp8_model import Reference
 from ...quantize.scales.decisions import load_scales
 from ...quantize.scales.scheme import in_two_codes
-from .compare import BASELINE, Opener, Outcome, Workplace, compare_in_turn
+from .compare import BASELINE, Opener, Outcome, Turns, Workplace, compare_in_turn
 from .runtimes import logits_of, open_reference
 
 NLL = npt.NDArray[np.float32]
@@ -103,7 +103,7 @@ def compare_sums(
     openers: dict[str, Opener] = {BASELINE: baseline} if baseline else {}
     openers |= with_sums(run, accumulator, workplace.device, logits_of)
     count = vocabulary_size(run)
-    outcome = compare_in_turn(taken.evaluation, openers, count, workplace.folder, workplace.report)
+    outcome = compare_in_turn(Turns(taken.evaluation, openers, count, workplace.folder), workplace.report)
     by_runtime = {
         name: accuracy.model_copy(update={"tokens": taken.tokens})
         for name, accuracy in outcome.accuracy.runtimes.items()

@@ -190,19 +190,7 @@ class TokenMeasure:
     of_top_positions: frozenset[str] = frozenset()
 
 
-def compare_in_turn(
-    evaluation: Evaluation, openers: Mapping[str, Opener], vocabulary: int, folder: Path, report: Reporter,
-    token_measure: TokenMeasure | None = None,
-) -> Outcome:  # fmt: skip
-    """Run `evaluation` through the runtimes that `openers` load, one after the other.
-
-    `folder` keeps the results: a call with the same evaluation and runtimes goes on from there. `token_measure`: how
-    they are measured (None: with torch, against the baselines among them).
-    """
-    return taken_in_turn(Turns(evaluation, openers, vocabulary, folder, token_measure), report)
-
-
-def taken_in_turn(turns: "Turns", report: Reporter) -> Outcome:
+def compare_in_turn(turns: "Turns", report: Reporter) -> Outcome:
     """Run all runtimes of `turns` whose results are missing, one after the other."""
     todo = {part: names for part in range(len(turns.parts)) if (names := turns.missing(part))}
     if len(todo) > 1:
@@ -224,8 +212,10 @@ class Turns:
         self, evaluation: Evaluation, openers: Mapping[str, Opener], vocabulary: int, folder: Path,
         token_measure: TokenMeasure | None = None, lasting: Path | None = None,
     ):  # fmt: skip
-        """Cut the chunks, as the call did that began this `folder`, which is made.
+        """Cut the chunks, as the call did that began this `folder`, which is made and keeps the results: a call with
+        the same evaluation and runtimes goes on from there.
 
+        `token_measure`: how tokens are measured (None: with torch, against the baselines among the runtimes).
         `lasting`: the folder that has the results of the float model for other comparisons of the same windows, and,
         where these are one chunk, its logits; None: `folder` has them too, and logits are removed.
         """

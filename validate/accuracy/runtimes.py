@@ -32,7 +32,7 @@ from ...quantize.reference.linear import Mode
 from ...serve.loop.sessions import Pace
 from ...serve.loop.step_logits import HostLogits
 from .as_served import PartForward, Start, in_groups, served, torch_start
-from .compare import FLOAT32, AnyForward, Forward, Opener, Workplace, compare_in_turn
+from .compare import FLOAT32, AnyForward, Forward, Opener, Turns, Workplace, compare_in_turn
 from .document import RuntimeAccuracy, with_adapter
 from .session_logits import session_opener
 from .top_logits import TopLogits
@@ -268,7 +268,7 @@ def compare_adapted(
         folder.mkdir(exist_ok=True)
         with opening(chosen, asked, folder) as loaders:
             chosen_loaders = {runtime: loaders[runtime] for runtime in chosen}
-            outcome = compare_in_turn(evaluation, chosen_loaders, vocabulary_size(run), folder, workplace.report)
+            outcome = compare_in_turn(Turns(evaluation, chosen_loaders, vocabulary_size(run), folder), workplace.report)
         result.rows[name] = outcome.accuracy.runtimes
         result.nll.update({with_adapter(runtime, name): values for runtime, values in outcome.nll.items()})
         result.top.update({with_adapter(runtime, name): top for runtime, top in outcome.top.items()})

@@ -3,7 +3,7 @@
 transformers has no such call. Here it gets a subclass of the model's class in which all other modules are empty, so
 that it finds, reads and converts the tensors of the part alone, under the names of the whole model: its rules for each
 form of quantization, which depend on these names, hold as they do for the whole. A module has therefore the weights,
-and quantizes its inputs, as in the model loaded at once (`endpoint.checkpoint`).
+and quantizes its inputs, as in the model loaded at once (`endpoint.transformers_loader`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...calibrate.checkpoint.recognizer import QUANTIZATION_KEYS
 from ...calibrate.measure.chain import LayerChain
 from ...calibrate.model.decoder import (
     Description,
-    NoChainError,
     common_output,
     find_layers,
     outputs_behind,
@@ -31,7 +30,7 @@ from ...calibrate.model.skeleton import empty
 from ...core.errors import InputError
 from ...core.memory import release_memory
 from ...quantize.reading.codecs import CODECS
-from ..endpoint.checkpoint import complete_model, loading_by_transformers
+from ..endpoint.transformers_loader import TransformersLoader
 from .models import quantization_of, running_by_transformers
 from .module_errors import matrices
 
@@ -45,19 +44,11 @@ class CheckpointChain(LayerChain):
         Raises InputError for what transformers does not load, and NoChainError for a model that is no chain of layers.
         """
         self.path = path
-        self.subject = subject
         self.device = device
-        self.dtype = dtype
-        with loading_by_transformers(path, subject):
-            self.config = AutoConfig.from_pretrained(path, local_files_only=True)
-            with torch.device("meta"):
-                self.whole: PreTrainedModel = AutoModelForCausalLM.from_config(deepcopy(self.config))
-        if type(self.whole.config) is not type(self.config):  # the class of the language model alone
-            quantization = getattr(self.config, "quantization_config", None)
-            self.config = self.config.get_text_config()
-            if quantization is not None:
-                self.config.quantization_config = quantization
-        self.described = Description(f"{subject}{path}", type(self.whole).__name__, self.config.get_text_config())
+        self.loader = TransformersLoader(path, subject, device, dtype)
+        self.whole = self.loader.empty
+        text_config = self.whole.config.get_text_config()
+        self.described = Description(f"{subject}{path}", type(self.whole).__name__, text_config)
         self.layers = find_layers(self.whole, self.described)
         with self.open_outside() as model:
             calls = trace_layers(model, self._meta(model.dtype), self.layers, device)
@@ -65,14 +56,11 @@ class CheckpointChain(LayerChain):
 
     def _meta(self, dtype: torch.dtype) -> PreTrainedModel:
         """The model on the meta device, where its layers can run: with each expert as a module."""
-        config = deepcopy(self.config)
+        config = deepcopy(self.whole.config)
         for key in QUANTIZATION_KEYS:
             vars(config).pop(key, None)
-        with loading_by_transformers(self.path, self.subject):
-            model = empty(config, dtype)
-        if find_layers(model, self.described) != self.layers:
-            raise NoChainError(self.described, "has its decoder layers elsewhere where it reads more than text")
-        return model
+        with self.loader.loading():
+            return empty(config, dtype)
 
     @contextmanager
     def open_outside(self, head: bool = False) -> Iterator[PreTrainedModel]:
@@ -103,11 +91,7 @@ class CheckpointChain(LayerChain):
                 return wanted(tensor.rpartition(".")[0])
             return wanted(f"{self.layers.prefix}.{number}")
 
-        loaded: Any = complete_model(self.path, self.subject, lambda: kind.from_pretrained(
-            self.path, config=deepcopy(self.config), dtype=self.dtype or "auto", local_files_only=True,
-            output_loading_info=True,
-        ), in_part)  # fmt: skip
-        model: PreTrainedModel = loaded.to(self.device)
+        model = self.loader.load(kind, in_part)
         with running_by_transformers(self.path):
             for hook in list(model._forward_pre_hooks.values()):  # with which compressed-tensors decompresses weights
                 hook(model, ())

@@ -22,7 +22,8 @@ from ...core.headers import StoredTensor
 from ...core.reporter import Reporter
 from ...core.run import Run
 from ...quantize.reading.dequantized import recognize
-from ..endpoint.checkpoint import loaded_checkpoint
+from ...quantize.reading.modelopt import MODELOPT
+from ..endpoint.transformers_loader import TransformersLoader
 from .document import CheckpointIdentity, LoadedBy
 from .tokenizer_differences import TokenizerFile
 
@@ -37,6 +38,8 @@ NARROW = (*CODES, "I8", "U8", "I32")
 WEIGHTS = ("weight", "weight_packed", "qweight")
 #: What a note says of a form whose inputs are not coded here.
 WEIGHTS_ALONE = "inputs stay in BF16, so what is measured is the rounding of the weights alone"
+#: What a note says of ModelOpt's form.
+IN_OTHER_FORM = "transformers knows no ModelOpt, and gets these codes and scales as compressed-tensors"
 #: Of FP8 in blocks, transformers multiplies codes on a GPU alone.
 BLOCKS = "fp8"
 
@@ -96,7 +99,7 @@ def quantization_of(path: Path, config: Mapping[str, Any]) -> str | None:
     said = next((config[key] for key in QUANTIZATION_KEYS if isinstance(config.get(key), dict)), None)
     if said is None:
         if (path / MODELOPT_FILE).is_file():
-            return "modelopt"
+            return MODELOPT.form
         return None
     form = said.get("format") or ("blocks" if said.get("weight_block_size") else None)
     return " ".join(str(part) for part in (said.get("quant_method", "unnamed"), form) if part)
@@ -138,6 +141,8 @@ def _weight_files(path: Path, config: Mapping[str, Any]) -> tuple[Path, ...]:
 def identify(path: Path, config: Mapping[str, Any], report: Reporter) -> CheckpointIdentity:
     """Identify the checkpoint in `path` by all files that a comparison reads: weights, config.json and companions."""
     files = [path / "config.json", *_weight_files(path, config)]
+    if (path / MODELOPT_FILE).is_file():
+        files.append(path / MODELOPT_FILE)
     companions = {name: sha256_file(file) for name, file in companion_files(path).items()}
     digest = combined_digest(file_digests(files, report) | companions)
     return CheckpointIdentity(name=path.resolve().name, sha256=digest, quantization=quantization_of(path, config))
@@ -171,15 +176,20 @@ def load_candidate(path: Path, option: str, device: str) -> LoadedCandidate:
     Raises InputError or BackendError of transformers where fp8q does not read the form either.
     """
     try:
-        model = _prepared(path, loaded_checkpoint(path, option).to(device), device)
+        model = _prepared(path, TransformersLoader(path, option, device).load(), device)
     except (InputError, BackendError) as refused:
         return LoadedCandidate(_dequantized(path, device, refused), BY_FP8Q)
     return LoadedCandidate(model, by_transformers(path, device))
 
 
 def by_transformers(path: Path, device: str) -> CandidateLoading:
-    """Say what transformers does not compute on `device` of the form of the checkpoint in `path`, which it loads."""
-    quantization = read_json(path / "config.json").get("quantization_config")
+    """Say what transformers does not compute on `device` of the form of the checkpoint in `path`, which it loads, or as
+    which other form it gets it.
+    """
+    config = read_json(path / "config.json")
+    if (quantization_of(path, config) or "").startswith(MODELOPT.form):
+        return CandidateLoading(loaded_by="transformers", note=IN_OTHER_FORM)
+    quantization = config.get("quantization_config")
     in_blocks = isinstance(quantization, dict) and quantization.get("quant_method") == BLOCKS
     if in_blocks and not device.startswith("cuda"):
         reason = "transformers multiplies FP8 blocks on a GPU alone, and dequantizes them here"

@@ -16,7 +16,7 @@ from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.validate.accuracy.as_served import LogitsPart, by_distance, in_groups, served
-from fp8q.validate.accuracy.compare import WindowBatch, compare_in_turn, numbered, windows_at_once
+from fp8q.validate.accuracy.compare import Turns, WindowBatch, compare_in_turn, numbered, windows_at_once
 from fp8q.validate.accuracy.document import DistanceBucket, load_accuracy, load_token_losses
 
 VOCABULARY = 5
@@ -112,12 +112,10 @@ def test_losses_do_not_depend_on_how_windows_are_grouped(tmp_path: Path, most: i
         return in_groups(twice, most, MemoryError)
 
     outcome = compare_in_turn(
-        evaluation, {"bf16": lambda: bigram(table), "fp32": lambda: bigram(other)}, 7, tmp_path / "work", SILENT
+        Turns(evaluation, {"bf16": lambda: bigram(table), "fp32": lambda: bigram(other)}, 7, tmp_path / "work"), SILENT
     )
-    whole = compare_in_turn(
-        evaluation, {"bf16": lambda: lambda ids: table[ids], "fp32": lambda: lambda ids: other[ids]}, 7,
-        tmp_path / "whole", SILENT,
-    )  # fmt: skip
+    at_once = {"bf16": lambda: lambda ids: table[ids], "fp32": lambda: lambda ids: other[ids]}
+    whole = compare_in_turn(Turns(evaluation, at_once, 7, tmp_path / "whole"), SILENT)
     for name in ("bf16", "fp32"):
         np.testing.assert_array_equal(outcome.nll[name], whole.nll[name])
     for quantity, values in whole.measured["fp32"].items():

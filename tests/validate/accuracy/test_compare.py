@@ -20,7 +20,6 @@ from fp8q.validate.accuracy.compare import (
     compare_in_turn,
     lasting_runtimes,
     summarize_tokens,
-    taken_in_turn,
 )
 from fp8q.validate.accuracy.divergence import NLL, TokenValues, kl_from
 
@@ -159,7 +158,7 @@ def openers_of(made: dict[str, Forward], calls: list[str] | None = None) -> dict
 
 
 def in_turn(folder: Path, made: dict[str, Forward], calls: list[str] | None = None) -> Outcome:
-    return compare_in_turn(EVALUATION, openers_of(made, calls), VOCABULARY, folder / "work", SILENT)
+    return compare_in_turn(Turns(EVALUATION, openers_of(made, calls), VOCABULARY, folder / "work"), SILENT)
 
 
 @pytest.fixture
@@ -198,7 +197,7 @@ def in_forms(folder: Path, lasting: Path, calls: list[str]) -> list[Outcome]:
     for number, seed in enumerate((1, 2)):
         made = runtimes() | {"reference": bigram(table(0) + table(seed, 0.1))}
         turns = Turns(EVALUATION, openers_of(made, calls), VOCABULARY, folder / f"form {number}", lasting=lasting)
-        outcomes.append(taken_in_turn(turns, SILENT))
+        outcomes.append(compare_in_turn(turns, SILENT))
     return outcomes
 
 
@@ -249,7 +248,7 @@ def test_what_lasts_in_other_chunks_than_those_of_a_call_that_goes_on_is_left_al
     (going_on / "windows").write_text("6", encoding="utf-8")
     calls.clear()
     turns = Turns(EVALUATION, openers_of(runtimes(), calls), VOCABULARY, going_on, lasting=lasting)
-    taken_in_turn(turns, SILENT)
+    compare_in_turn(turns, SILENT)
     assert calls == ["bf16", "fp32", "reference"] * 4
     assert {path.name: path.stat().st_mtime_ns for path in lasting.iterdir()} == before
 
@@ -344,7 +343,7 @@ def test_a_runtime_that_does_not_load_is_told(tmp_path: Path) -> None:
     def opener() -> Forward:
         raise RuntimeError("no\nmemory")
 
-    found = compare_in_turn(EVALUATION, {"fp32": opener}, VOCABULARY, tmp_path / "work", SILENT)
+    found = compare_in_turn(Turns(EVALUATION, {"fp32": opener}, VOCABULARY, tmp_path / "work"), SILENT)
     assert found.failed == {"fp32": "fp32: cannot be loaded (no memory)"}
     with pytest.raises(BackendError, match=r"^bf16: failed at window 1 to 20 of 20 \(CUDA error\)$"):
         compare_runtimes(EVALUATION, {"bf16": failing_forward}, VOCABULARY, SILENT)
@@ -359,7 +358,7 @@ def test_a_fault_of_ours_is_no_failure_of_a_runtime(tmp_path: Path) -> None:
         raise TypeError("a fault")
 
     with pytest.raises(TypeError, match="^a fault$"):
-        compare_in_turn(EVALUATION, {"bf16": opener}, VOCABULARY, tmp_path / "work", SILENT)
+        compare_in_turn(Turns(EVALUATION, {"bf16": opener}, VOCABULARY, tmp_path / "work"), SILENT)
 
 
 def test_one_runtime_is_in_memory_at_a_time(small: Callable[[int], None], tmp_path: Path) -> None:
@@ -379,7 +378,7 @@ def test_one_runtime_is_in_memory_at_a_time(small: Callable[[int], None], tmp_pa
 
     small(4)
     openers = {name: (lambda name=name: Loaded(name)) for name in ("bf16", "fp32", "reference")}
-    compare_in_turn(EVALUATION, openers, VOCABULARY, tmp_path / "work", SILENT)
+    compare_in_turn(Turns(EVALUATION, openers, VOCABULARY, tmp_path / "work"), SILENT)
     assert most == [1] * 9
     assert alive == set()
 

@@ -16,7 +16,7 @@ from fp8q.calibrate.measure.scoring import log_softmax_of_array
 from fp8q.calibrate.text.evaluation import Evaluation, cut
 from fp8q.core.reporter import SILENT
 from fp8q.validate.accuracy import compare, top_logits
-from fp8q.validate.accuracy.compare import Outcome, compare_in_turn
+from fp8q.validate.accuracy.compare import Outcome, Turns, compare_in_turn
 from fp8q.validate.accuracy.stored_reference import StoredReference, against_stored
 from fp8q.validate.accuracy.top_divergence import bounded_kl
 from fp8q.validate.accuracy.top_logits import TopLogits, TopTokens, positions_to_keep, top_of, top_of_array
@@ -59,11 +59,11 @@ def test_without_torch_a_runtime_has_the_numbers_that_torch_gives(prompt: int | 
         return lambda: lambda ids: torch.from_numpy(table[ids][:, :read])
 
     openers = {"bf16": in_torch(base), "other": in_torch(other)}
-    with_torch = compare_in_turn(evaluation, openers, VOCABULARY, tmp_path / "torch", SILENT)
+    with_torch = compare_in_turn(Turns(evaluation, openers, VOCABULARY, tmp_path / "torch"), SILENT)
     only = replace(with_torch, nll={"bf16": with_torch.nll["bf16"]}, top={"bf16": with_torch.top["bf16"]})
     reference = stored(evaluation, only)
     arrays = {"other": lambda: lambda ids: other[ids][:, :read]}
-    alone = compare_in_turn(evaluation, arrays, VOCABULARY, tmp_path / "numpy", SILENT, reference.token_measure)
+    alone = compare_in_turn(Turns(evaluation, arrays, VOCABULARY, tmp_path / "numpy", reference.token_measure), SILENT)
     row, expected = against_stored(alone, reference)["other"], with_torch.accuracy.runtimes["other"]
     assert row.perplexity == pytest.approx(expected.perplexity, rel=1e-6)
     assert row.perplexity_increase == pytest.approx(expected.perplexity_increase, abs=1e-6)
@@ -89,9 +89,9 @@ def test_likeliest_tokens_of_some_windows_are_held_against_those(
     monkeypatch.setattr(compare, "LOGITS_BYTES", windows * 4 * context * VOCABULARY)
     base, other = tables()
     opener = {"bf16": lambda: lambda ids: torch.from_numpy(base[ids])}
-    reference = stored(evaluation, compare_in_turn(evaluation, opener, VOCABULARY, tmp_path / "torch", SILENT))
+    reference = stored(evaluation, compare_in_turn(Turns(evaluation, opener, VOCABULARY, tmp_path / "torch"), SILENT))
     arrays = {"other": lambda: lambda ids: other[ids]}
-    alone = compare_in_turn(evaluation, arrays, VOCABULARY, tmp_path / "numpy", SILENT, reference.token_measure)
+    alone = compare_in_turn(Turns(evaluation, arrays, VOCABULARY, tmp_path / "numpy", reference.token_measure), SILENT)
     distance = against_stored(alone, reference)["other"].stored
     assert distance is not None
     p, q = (log_softmax_of_array(table) for table in (base, other))
@@ -107,9 +107,9 @@ def test_likeliest_tokens_of_some_windows_are_held_against_those(
 def test_a_runtime_that_is_the_stored_one_is_at_no_distance(evaluation: Evaluation, tmp_path: Path) -> None:
     base, _ = tables()
     opener = {"bf16": lambda: lambda ids: torch.from_numpy(base[ids])}
-    reference = stored(evaluation, compare_in_turn(evaluation, opener, VOCABULARY, tmp_path / "torch", SILENT))
+    reference = stored(evaluation, compare_in_turn(Turns(evaluation, opener, VOCABULARY, tmp_path / "torch"), SILENT))
     arrays = {"other": lambda: lambda ids: base[ids]}
-    alone = compare_in_turn(evaluation, arrays, VOCABULARY, tmp_path / "numpy", SILENT, reference.token_measure)
+    alone = compare_in_turn(Turns(evaluation, arrays, VOCABULARY, tmp_path / "numpy", reference.token_measure), SILENT)
     distance = against_stored(alone, reference)["other"].stored
     assert distance is not None
     same = distance.runtimes["bf16"]
@@ -121,7 +121,7 @@ def test_a_runtime_that_is_the_stored_one_is_at_no_distance(evaluation: Evaluati
 def test_logits_that_are_no_numbers_are_named_by_window_and_position(evaluation: Evaluation, tmp_path: Path) -> None:
     base, _ = tables()
     opener = {"bf16": lambda: lambda ids: torch.from_numpy(base[ids])}
-    reference = stored(evaluation, compare_in_turn(evaluation, opener, VOCABULARY, tmp_path / "torch", SILENT))
+    reference = stored(evaluation, compare_in_turn(Turns(evaluation, opener, VOCABULARY, tmp_path / "torch"), SILENT))
 
     def broken(ids: np.ndarray) -> np.ndarray:
         logits: np.ndarray = base[ids].copy()
@@ -129,7 +129,7 @@ def test_logits_that_are_no_numbers_are_named_by_window_and_position(evaluation:
         return logits
 
     alone = compare_in_turn(
-        evaluation, {"x": lambda: broken}, VOCABULARY, tmp_path / "x", SILENT, reference.token_measure
+        Turns(evaluation, {"x": lambda: broken}, VOCABULARY, tmp_path / "x", reference.token_measure), SILENT
     )
     found = against_stored(alone, reference)["x"]
     assert found.not_finite is not None

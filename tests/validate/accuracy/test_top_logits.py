@@ -15,7 +15,7 @@ from fp8q.calibrate.text.evaluation import cut
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.validate.accuracy.compare import compare_in_turn
+from fp8q.validate.accuracy.compare import Turns, compare_in_turn
 from fp8q.validate.accuracy.document import load_token_losses
 from fp8q.validate.accuracy.top_logits import (
     MOST_OF_WINDOW,
@@ -71,11 +71,11 @@ def test_each_runtime_keeps_those_of_its_own_logits_at_the_same_tokens(tmp_path:
         return lambda ids: -((torch.arange(50) - torch.from_numpy(ids)[..., None] - shift) % 50).float()
 
     openers = {"bf16": lambda: forward(0), "reference": lambda: forward(1)}
-    found = compare_in_turn(evaluation, openers, 50, tmp_path / "work", SILENT)
+    found = compare_in_turn(Turns(evaluation, openers, 50, tmp_path / "work"), SILENT)
     before = evaluation.ids[:, :-1].ravel()
     assert found.top["bf16"].tokens[:, 0].tolist() == before.tolist()
     assert found.top["reference"].tokens[:, 1].tolist() == ((before + 2) % 50).tolist()
-    again = compare_in_turn(evaluation, openers, 50, tmp_path / "work", SILENT)
+    again = compare_in_turn(Turns(evaluation, openers, 50, tmp_path / "work"), SILENT)
     np.testing.assert_array_equal(again.top["bf16"].logprobs, found.top["bf16"].logprobs)
 
 

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from fp8q.core.errors import BackendError, InputError
 from fp8q.core.reporter import SILENT
-from fp8q.validate.endpoint.checkpoint import loaded_checkpoint, run_checkpoint
+from fp8q.validate.endpoint.checkpoint import run_checkpoint
 from fp8q.validate.endpoint.prompts import Prompt
+from fp8q.validate.endpoint.transformers_loader import TransformersLoader
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 def test_a_damaged_checkpoint_is_refused_in_one_line(case: str, copy: Path) -> None:
     DAMAGE[case](copy)
     with pytest.raises(InputError) as refused:
-        loaded_checkpoint(copy)
+        TransformersLoader(copy, "--model ", "cpu").load()
     message = str(refused.value)
     assert message.startswith(f"--model {copy}: transformers cannot load it (")
     assert message.endswith("); copy or download it again, or name another directory")
@@ -95,7 +96,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(case: str, copy: Path) -> N
 def test_a_quantizer_that_is_not_installed_is_missing(method: str, copy: Path) -> None:
     config(quantization_config={"quant_method": method, "bits": 4})(copy)
     with pytest.raises(BackendError) as refused:
-        loaded_checkpoint(copy)
+        TransformersLoader(copy, "--model ", "cpu").load()
     assert str(refused.value).startswith(f"--model {copy}: needs what is not installed here (")
 
 
@@ -104,7 +105,7 @@ def test_a_tensor_that_is_missing_is_named(copy: Path) -> None:
     tensors = {name: tensor for name, tensor in tensors.items() if "layers.1.mlp" not in name}
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError) as refused:
-        loaded_checkpoint(copy)
+        TransformersLoader(copy, "--model ", "cpu").load()
     assert str(refused.value) == (
         f"--model {copy}: has no model.layers.1.mlp.down_proj.weight, nor 2 more tensors, and would run with random "
         "weights; copy or download it again, or name another directory"

@@ -66,14 +66,55 @@ def quantized(original: Path, out: Path, damage: Damage = lambda tensors, path: 
     return out
 
 
-def as_modelopt(tensors: Tensors, path: Path) -> None:
-    """Declare it as NVIDIA ModelOpt does, which transformers does not know: a scale a tensor, also of the inputs."""
+def by_tensor(tensors: Tensors, shape: tuple[int, ...]) -> None:
+    """Give each weight in codes one scale, and its input one, of this `shape`."""
     for name in [name for name in tensors if f"{name}_scale" in tensors]:
         values = tensors[name].float() * tensors[f"{name}_scale"]
         scale = values.abs().amax() / LARGEST
         tensors[name] = (values / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-        tensors |= {f"{name}_scale": scale, f"{name.removesuffix('weight')}input_scale": torch.tensor(0.05)}
-    quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+        tensors[f"{name}_scale"] = scale.reshape(shape)
+        tensors[f"{name.removesuffix('weight')}input_scale"] = torch.full(shape, 0.05)
+
+
+def as_static(tensors: Tensors, path: Path) -> None:
+    """Declare static scales, one a tensor, as compressed-tensors does."""
+    by_tensor(tensors, (1,))
+
+    def declare(fields: dict[str, Any]) -> None:
+        group = fields["quantization_config"]["config_groups"]["group_0"]
+        for part in ("weights", "input_activations"):
+            group[part] |= {"strategy": "tensor", "dynamic": False}
+
+    edit_json(path / "config.json", declare)
+
+
+def as_modelopt(tensors: Tensors, path: Path) -> None:
+    """Declare the same as NVIDIA ModelOpt does, which transformers does not know."""
+    by_tensor(tensors, ())
+    cached = [name for name in tensors if name.endswith((".k_scale", ".v_scale"))]
+    for name in cached:
+        attention, _, scale = name.rpartition(".")
+        tensors[f"{attention}.{scale[0]}_proj.{scale}"] = tensors.pop(name).reshape(())
+    declare_modelopt(path, "FP8", "FP8" if cached else None)
+
+
+def as_modelopt_blocks(tensors: Tensors, path: Path) -> None:
+    """Declare a scale for each block of 128 x 128, and inputs in BF16, as ModelOpt does."""
+    for name in [name for name in tensors if f"{name}_scale" in tensors]:
+        values = tensors[name].float() * tensors[f"{name}_scale"]
+        rows, columns = values.shape
+        padded = torch.nn.functional.pad(values, (0, -columns % 128, 0, -rows % 128))
+        blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+        scale = blocks.abs().amax((1, 3), keepdim=True).clamp_min(1e-12) / LARGEST
+        codes = (blocks / scale).clamp(-LARGEST, LARGEST).flatten(2).flatten(0, 1)
+        tensors[name] = codes[:rows, :columns].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = scale
+    declare_modelopt(path, "FP8_PB_WO", None)
+
+
+def declare_modelopt(path: Path, algorithm: str, cache: str | None) -> None:
+    """Write hf_quant_config.json, and nothing into config.json."""
+    quantization = {"quant_algo": algorithm, "kv_cache_quant_algo": cache, "exclude_modules": ["lm_head"]}
     (path / "hf_quant_config.json").write_text(
         json.dumps({"producer": {"name": "modelopt", "version": "0.47.0"}, "quantization": quantization}), "utf-8"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,9 +21,10 @@ from fp8q.calibrate.text.evaluation import Evaluation
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.options import ConvertOptions, PairOptions
+from fp8q.options.scales import Layout
 from fp8q.stages.compare_pair import CheckpointPair, results_folder
 from fp8q.validate.pair.document import CheckpointIdentity, PairComparison, check_pair
-from tests.quantize.reading.fp8_checkpoints import fine_grained
+from tests.quantize.reading.fp8_checkpoints import fine_grained, modelopt
 from tests.validate.pair import damaged
 from tests.validate.pair.damaged import UP, quantized
 
@@ -286,14 +288,65 @@ def test_a_form_that_transformers_cannot_run_is_dequantized_with_a_note(
     assert 0.005 < comparison.modules[0].error < 0.1
 
 
-def test_codes_that_transformers_takes_for_values_are_dequantized_with_a_note(compared: Compare) -> None:
-    """ModelOpt's form: transformers warns of scales that it does not read, and goes on with the codes."""
-    comparison = compared(damaged.as_modelopt, max_ppl_increase=0.05)
-    assert (comparison.candidate.quantization, comparison.candidate.loaded_by) == ("modelopt", "fp8q")
-    assert len(comparison.notes) == 1
-    assert comparison.kl_nats.mean < 0.05
+Make = Callable[[Path, Path], object]
+
+
+def in_layout(layout: Layout) -> Make:
+    """A checkpoint of ours with a scale for each channel and token."""
+    options = ConvertOptions(form="dynamic", layout=layout)
+    return lambda original, out: api.convert(str(original), out, options, SILENT)
+
+
+@pytest.mark.parametrize(
+    ("in_modelopt", "in_compressed_tensors"),
+    [
+        (partial(quantized, damage=damaged.as_modelopt), partial(quantized, damage=damaged.as_static)),
+        pytest.param(
+            partial(quantized, damage=damaged.as_modelopt, cache=True),
+            partial(quantized, damage=damaged.as_static, cache=True),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(in_layout("modelopt"), in_layout("compressed-tensors"), marks=pytest.mark.slow),
+    ],
+    ids=["static", "static, and a cache", "dynamic"],
+)
+def test_modelopts_form_is_computed_as_compressed_tensors(
+    in_modelopt: Make, in_compressed_tensors: Make, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
+) -> None:
+    """transformers, which knows no ModelOpt, would take codes for values; inputs and caches are rounded as well."""
+    comparisons = []
+    for make, name in ((in_modelopt, "modelopt"), (in_compressed_tensors, "twin")):
+        make(demo_checkpoint, tmp_path / name)
+        options = PairOptions(
+            data=str(demo_texts.evaluation), out=tmp_path / f"{name}, compared", context=64, max_tokens=660,
+            max_ppl_increase=0.05, module_windows=1,
+        )  # fmt: skip
+        comparisons.append(api.compare_checkpoints(demo_checkpoint, tmp_path / name, options, SILENT))
+    found, twin = comparisons
+    assert found.candidate.quantization is not None
+    assert found.candidate.quantization.startswith("modelopt")
+    assert found.candidate.loaded_by == twin.candidate.loaded_by == "transformers"
+    assert found.notes == ["transformers knows no ModelOpt, and gets these codes and scales as compressed-tensors"]
+    assert (found.runtimes, found.modules, found.hidden) == (twin.runtimes, twin.modules, twin.hidden)
+    assert 0 < found.kl_nats.mean < 0.05
+
+
+@pytest.mark.filterwarnings("default")  # ModelOpt's export takes a warning that is an error for its own failure
+@pytest.mark.slow
+def test_modelopts_own_export_is_read(compared: Compare, demo_checkpoint: Path, tmp_path: Path) -> None:
+    modelopt(demo_checkpoint, tmp_path / "candidate", cache=True)
+    comparison = compared(module_windows=1)
+    assert (comparison.candidate.loaded_by, len(comparison.notes)) == ("transformers", 1)
     assert comparison.modules[0].error is not None
     assert comparison.modules[0].error < 0.1
+
+
+def test_blocks_of_modelopt_are_dequantized_with_a_note(compared: Compare) -> None:
+    """Their inputs are BF16 to ModelOpt, and no block of theirs need be of 128."""
+    comparison = compared(damaged.as_modelopt_blocks, max_ppl_increase=0.05)
+    assert (comparison.candidate.quantization, comparison.candidate.loaded_by) == ("modelopt", "fp8q")
+    assert len(comparison.notes) == 1
+    assert 0 < comparison.kl_nats.mean < 0.05
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from published_classes import checkpoint
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -28,6 +29,7 @@ from fp8q.calibrate.model.decoder import NoChainError, outputs_behind
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.options import ConvertOptions, PairOptions
+from fp8q.validate.endpoint.transformers_loader import TransformersLoader
 from fp8q.validate.pair.checkpoint_chain import CheckpointChain, LayerMatrices
 from fp8q.validate.pair.document import PairComparison
 from fp8q.validate.pair.module_errors import matrices
@@ -82,7 +84,7 @@ def written(damage: damaged.Damage = lambda tensors, path: None, cache: bool = F
         pytest.param(written(partial(damaged.as_integers, bits=4)), "transformers", id="W4A16"),
         pytest.param(fine_grained, "fp8q", id="fp8 in blocks"),
         pytest.param(partial(fine_grained, block=None), "transformers", id="fp8, static inputs"),
-        pytest.param(written(damaged.as_modelopt), "fp8q", id="ModelOpt", marks=pytest.mark.quick),
+        pytest.param(written(damaged.as_modelopt), "transformers", id="ModelOpt", marks=pytest.mark.quick),
         pytest.param(as_block, "fp8q", id="compressed-tensors in blocks"),
         pytest.param(written(damaged.weight_of_another_layer), "transformers", id="a weight of another layer"),
         pytest.param(written(damaged.nan_code), "transformers", id="a NaN code"),
@@ -131,6 +133,29 @@ def test_models_of_other_classes_are_streamed(
     assert experts or found[0].modules[0].error
     if experts:
         assert [cause.rule for cause in found[0].causes][:1] == ["expert"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Mistral4ForCausalLM",
+        pytest.param("Mistral3ForConditionalGeneration", marks=pytest.mark.slow),
+        pytest.param("Qwen3_5ForConditionalGeneration", marks=pytest.mark.slow),
+    ],
+)
+def test_classes_that_transformers_lists_among_those_that_see_are_compared(name: str, tmp_path: Path) -> None:
+    """Of the same files, by the class that config.json names, whole and a layer at a time."""
+    original = checkpoint(tmp_path / "model", name)
+    assert type(TransformersLoader(original, "", "cpu").load()).__name__ == name
+    candidate = Path(shutil.copytree(original, tmp_path / "candidate"))
+    (text := tmp_path / "text.txt").write_text(STORY, encoding="utf-8")
+    for stream in (False, True):
+        found = api.compare_checkpoints(original, candidate, PairOptions(
+            data=str(text), out=tmp_path / str(stream), context=32, max_tokens=320, module_windows=1, stream=stream
+        ), SILENT)  # fmt: skip
+        assert (found.candidate.loaded_by, found.notes) == ("transformers", [])
+        assert abs(found.kl_nats.mean) < 1e-6
+        assert found.modules[0].error == 0
 
 
 def test_a_part_has_the_weights_of_the_whole_model(demo_checkpoint: Path, tmp_path: Path) -> None:
