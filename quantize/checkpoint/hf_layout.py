@@ -62,6 +62,12 @@ UNREAD_EXPERTS = (
     "ones, and no server is known to read them"
 )
 STACKED_EXPERTS = "with `--skip '*.experts.*'` they stay in BF16 in the source's tensors, which loaders read"
+#: The same of experts of two modules that files have in one list.
+DIVIDED_EXPERTS = (
+    "transformers loads no FP8 checkpoint of {architecture}, whatever is quantized: it makes the experts of two "
+    "modules of one list, and its quantizers take no such conversion, and no server is known to read this one"
+)
+CONVERTED_EXPERTS = "`fp8q convert` writes the source's own names, for servers with a class of their own"
 #: What vLLM makes of experts whose inputs stay in BF16.
 NO_EXPERT_WEIGHTS_ALONE = "vLLM has no GEMM for experts with FP8 weights alone"
 
@@ -83,7 +89,7 @@ class HfLayout:
     - `stored`: module -> its name in the files, for modules in a block of experts; vLLM reads those names.
     - `experts`: the GEMMs of experts.
     - `layers`: the modules that each hold the experts of one layer; `unread`: those of them whose experts no loader
-      reads one by one.
+      reads one by one; `behind`: those that files number behind the experts of another module.
     - `parts`: tensor -> the part of a stored tensor that it is, where some of these are cut up.
     - `ties`: what is changed of tied tensors.
     - `mtp`: how the names of the tensors of multi-token prediction begin; they are not quantized. `vllm_mtp`: how they
@@ -102,6 +108,7 @@ class HfLayout:
     experts: frozenset[str] = frozenset()
     layers: tuple[str, ...] = ()
     unread: frozenset[str] = frozenset()
+    behind: frozenset[str] = frozenset()
     parts: Mapping[str, TensorPart] = field(default_factory=dict)
     bf16_cache: Mapping[int, str] = field(default_factory=dict)
     mtp: tuple[str, ...] = ()
@@ -186,6 +193,14 @@ class HfLayout:
             "(`longrope` has others for longer ones)"
         )
 
+    def unread_experts(self, architecture: str) -> tuple[str, str] | None:
+        """Say why only fp8q is known to run the experts, and what helps; None where others read them."""
+        if self.behind:
+            return DIVIDED_EXPERTS.format(architecture=architecture), CONVERTED_EXPERTS
+        if self.experts and self.unread:
+            return UNREAD_EXPERTS.format(architecture=architecture), STACKED_EXPERTS
+        return None
+
     def remark(self, architecture: str, scales: Scales) -> str | None:
         """Describe the limits of serving the checkpoint with transformers and vLLM; None where there are none."""
         if not self.loadable:
@@ -198,8 +213,8 @@ class HfLayout:
                 f"--layout {self.codec.form}: NVIDIA's runtimes and vLLM read model/; transformers takes its codes for "
                 "values without scales, so load it by `fp8q.api.load`"
             )
-        if self.experts and self.unread:
-            return f"{UNREAD_EXPERTS.format(architecture=architecture)}: fp8q runs `model/`; {STACKED_EXPERTS}"
+        if unread := self.unread_experts(architecture):
+            return f"{unread[0]}: fp8q runs `model/`; {unread[1]}"
         if self.experts:
             vllm = ", and vLLM documents this layout, with a scale for each token of what experts read"
             if not self.experts.isdisjoint(scales.in_form(BF16)):
@@ -251,9 +266,11 @@ def hf_layout_of(
     coded = {name.rpartition(".")[0] for name in scales.kv_cache}
     fewer = no_graph is None and source.served_positions != source.max_positions
     layers = experts_of(model)
-    unread = Conversions(model).unread(source.stored)
+    conversions = Conversions(model)
+    unread = conversions.unread(source.stored)
+    behind = conversions.numbered_behind_others()
     experts = frozenset(name for name in modules if name.startswith(tuple(f"{layer}." for layer in layers)))
-    blocks = tuple(f"{layer.rpartition('.')[0]}." for layer in layers)
+    blocks = tuple(f"{layer.rpartition('.')[0]}." for layer in layers if layer not in behind)
     stored = {
         name: source.stored(f"{name}.weight").removesuffix(".weight")
         for name in (*scales.modules, *scales.skipped)
@@ -272,6 +289,7 @@ def hf_layout_of(
         experts=experts,
         layers=tuple(layers),
         unread=unread,
+        behind=behind,
         parts=_parts(source, {layer for layer in unread if not any(name.startswith(f"{layer}.") for name in experts)}),
         mtp=source.mtp,
         vllm_mtp=_vllm_mtp(source),
