@@ -85,6 +85,8 @@ class HfLayout:
     - `auto`: the auto class of transformers that loads them.
     - `attention`: the implementation that transformers must be told to use, where its default computes another result.
     - `non_text`: the modules that text does not reach, which are not quantized.
+    - `bf16_in_files`: the names in the files of linear layers among these, and of experts in `behind`, which files call
+      otherwise than the model does.
     - `positions`: the number of positions that a graph serves, where that is fewer than the model's.
     - `stored`: module -> its name in the files, for modules in a block of experts; vLLM reads those names.
     - `experts`: the GEMMs of experts.
@@ -103,6 +105,7 @@ class HfLayout:
     auto: str = "AutoModelForCausalLM"
     attention: str | None = None
     non_text: Mapping[str, nn.Module] = field(default_factory=dict)
+    bf16_in_files: tuple[str, ...] = ()
     positions: int | None = None
     stored: Mapping[str, str] = field(default_factory=dict)
     experts: frozenset[str] = frozenset()
@@ -134,7 +137,7 @@ class HfLayout:
     def ignored(self) -> list[str]:
         """The linear layers that text does not reach, and a pattern for each module of multi-token prediction."""
         linear = [name for name, module in self.non_text.items() if isinstance(module, nn.Linear)]
-        return [*linear, *map(self.codec.below, (*self.mtp, *self.vllm_mtp))]
+        return [*linear, *self.bf16_in_files, *map(self.codec.below, (*self.mtp, *self.vllm_mtp))]
 
     @property
     def towers(self) -> list[str]:
@@ -270,6 +273,11 @@ def hf_layout_of(
     unread = conversions.unread(source.stored)
     behind = conversions.numbered_behind_others()
     experts = frozenset(name for name in modules if name.startswith(tuple(f"{layer}." for layer in layers)))
+    others = non_text_modules(model)
+    of_behind = tuple(f"{layer}." for layer in behind)
+    in_bf16 = [name for name, module in others.items() if isinstance(module, nn.Linear)]
+    in_bf16 += [name for name in scales.skipped if name.startswith(of_behind)]
+    weight_names = [f"{name}.weight" for name in in_bf16]
     blocks = tuple(f"{layer.rpartition('.')[0]}." for layer in layers if layer not in behind)
     stored = {
         name: source.stored(f"{name}.weight").removesuffix(".weight")
@@ -283,7 +291,8 @@ def hf_layout_of(
         no_graph=no_graph,
         auto=auto_class(source.config).__name__,
         attention=needed_attention(source.config),
-        non_text=non_text_modules(model),
+        non_text=others,
+        bf16_in_files=tuple(under.removesuffix(".weight") for under in map(source.renamed.get, weight_names) if under),
         positions=source.served_positions if fewer else None,
         stored=stored,
         experts=experts,
