@@ -50,8 +50,8 @@ def run(request: pytest.FixtureRequest, calibrated: Calibrated) -> Run:
 
 
 def own_model(path: Path, **options: Any) -> PreTrainedModel:
-    model: PreTrainedModel = transformers.AutoModelForMultimodalLM.from_pretrained(path, **options)
-    return model.eval()
+    model: PreTrainedModel = transformers.AutoModelForMultimodalLM.from_pretrained(path, **options).eval()
+    return model
 
 
 def stored(run: Run) -> dict[str, torch.Tensor]:
