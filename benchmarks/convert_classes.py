@@ -246,7 +246,7 @@ def loading_error(kind: type[PreTrainedModel], checkpoint: Path) -> str:
     """The error with which transformers refuses a checkpoint that `convert` says it cannot load."""
     try:
         kind.from_pretrained(checkpoint, dtype=torch.float32)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         return first_line(error)
     raise AssertionError("transformers loads what convert says it cannot")
 

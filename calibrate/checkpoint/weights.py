@@ -4,7 +4,7 @@ A tensor is a view of the mapped file, which is unmapped when the tensor is rele
 however large the checkpoint is. Pickled weights can run code when they are read, so they are refused and never opened.
 """
 
-from collections.abc import Callable, KeysView, Mapping
+from collections.abc import Callable, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,26 @@ class TensorPart:
             return stored
         others = stored[1:2] if self.turned else stored[2:]
         return (len(range(self.start, self.end, self.step)), *others)
+
+
+@dataclass(frozen=True)
+class JoinedTensors:
+    """Stored `tensors` of one type, in a row along `axis`."""
+
+    tensors: tuple[str, ...]
+    axis: int
+
+    def header(self, headers: Sequence[StoredTensor]) -> StoredTensor:
+        """The header of all, from the `headers` of `tensors`: type and file of the first, and the shape of the row."""
+        shape = [*headers[0].shape]
+        shape[self.axis] = sum(header.shape[self.axis] for header in headers)
+        return replace(headers[0], shape=tuple(shape))
+
+    def joined(self, read: "Callable[[str], torch.Tensor]") -> "torch.Tensor":
+        """Read all of `tensors`, and join them."""
+        import torch
+
+        return torch.cat([read(tensor) for tensor in self.tensors], self.axis)
 
 
 def find_weights(directory: Path, name: str, named: str | None = None) -> tuple[Path, ...]:
@@ -206,12 +226,16 @@ class Weights:
     """The tensors of a source checkpoint, by their names in the files, in the order of the files' data."""
 
     def __init__(
-        self, files: tuple[Path, ...], coding: Coding | None = None, parts: Mapping[str, TensorPart] | None = None
+        self,
+        files: tuple[Path, ...],
+        coding: Coding | None = None,
+        parts: Mapping[str, TensorPart] | None = None,
+        joined: Mapping[str, JoinedTensors] | None = None,
     ):
         """Read the headers of `files`, but no tensor.
 
-        `parts`: by name, the tensors that are parts of a stored one. Raises InputError for files that have been damaged
-        since they were checked.
+        `parts`: by name, the tensors that are parts of a stored one; `joined`: those that are several of these in a
+        row, which are no tensors then. Raises InputError for files that have been damaged since they were checked.
         """
         self._coding = coding
         self._stored = read_headers(files)
@@ -221,6 +245,12 @@ class Weights:
             stored = {name: self._headers[part.tensor] for name, part in parts.items()}
             cut = {name: replace(header, shape=parts[name].shape(header.shape)) for name, header in stored.items()}
             self._headers = coding.headers(cut) if coding else cut
+        self._joined = joined or {}
+        if joined:
+            rows = {name: row.header([self._headers[tensor] for tensor in row.tensors]) for name, row in joined.items()}
+            in_rows = {tensor for row in joined.values() for tensor in row.tensors}
+            others = {name: header for name, header in self._headers.items() if name not in in_rows}
+            self._headers = coding.headers(others | rows) if coding else others | rows
 
     def names(self) -> KeysView[str]:
         """The names of all tensors."""
@@ -236,7 +266,8 @@ class Weights:
 
     def coded(self, name: str) -> bool:
         """Tell whether a tensor is stored as codes."""
-        part = self._parts.get(name, TensorPart(name))
+        first = self._joined[name].tensors[0] if name in self._joined else name
+        part = self._parts.get(first, TensorPart(first))
         return self._headers[name].dtype != self._stored[part.tensor].dtype
 
     def file(self, name: str) -> Path:
@@ -247,14 +278,19 @@ class Weights:
         """Read a tensor: mapped from its file, read only, in its stored type; codes are dequantized to float32 in
         memory.
         """
+        if name in self._joined:
+            return self._changed(name, self._joined[name].joined(self.tensor))
         part = self._parts.get(name, TensorPart(name))
         decoded = self._coding.decoded(part.tensor, self.stored) if self._coding else None
         tensor = self.stored(part.tensor) if decoded is None else decoded
         if part.index is None:
             return tensor
-        cut = part.cut(tensor)
-        changed = self._coding.decoded(name, lambda _: cut) if self._coding else None  # an adapter of one expert
-        return cut if changed is None else changed
+        return self._changed(name, part.cut(tensor))
+
+    def _changed(self, name: str, tensor: "torch.Tensor") -> "torch.Tensor":
+        """Return the `tensor` that was cut or joined, with the adapter that is merged into it, if any."""
+        changed = self._coding.decoded(name, lambda _: tensor) if self._coding else None
+        return tensor if changed is None else changed
 
     def stored(self, name: str) -> "torch.Tensor":
         """Read a stored tensor by its name in the files; this includes codes and scales."""

@@ -8,11 +8,11 @@ there on a mixture of experts is a model with many linear layers.
 
 The forms are the classes in `EXPERT_FORMS`: each says once which stacks there are, in which order they hold the weights
 of an expert, and what lies between its GEMMs; readers, names and loaders ask it. A class of transformers has one of
-them if it computes what `Experts` of that form compute, which is tested once for each class on random numbers. Others
-are refused by name (`refuse_experts`).
+them if it computes what `Experts` of that form compute, which is tested on random numbers, once for each class and its
+settings. Others are refused by name (`refuse_experts`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -84,11 +84,10 @@ class Expert(nn.Module):
         return {stack: shapes[stack] for stack in cls.stacks()}
 
     @classmethod
-    def parts(cls, stack: str, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, str, TensorPart]]:
-        """Yield the number of the expert, the tensor of it, and where that is, of all in the `stack` that is stored as
-        `name` in this `shape`.
+    def parts(cls, tensors: Sequence[str], name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, str, TensorPart]]:
+        """Yield the number of the expert, the tensor of it, and where that is, of all in the stack of these `tensors`
+        that is stored as `name` in this `shape`.
         """
-        tensors = cls.stacks()[stack]
         turned = cls.turned and len(shape) == 3
         rows = shape[2] if turned else shape[1]
         height = rows // len(tensors)
@@ -386,13 +385,13 @@ def unfold(model: PreTrainedModel) -> None:
 
 def fused(model: PreTrainedModel) -> dict[str, type[Expert]]:
     """The modules of `model` with fused experts in a supported form, by name, and the form."""
-    forms: dict[type[nn.Module], type[Expert] | None] = {}
+    forms: dict[tuple[object, ...], type[Expert] | None] = {}
     modules: dict[str, type[Expert]] = {}
     for name, module in model.named_modules():
         shaped = [form for form in EXPERT_FORMS if _has_the_shapes(module, form)]
         if not shaped:
             continue
-        kind = type(module)
+        kind = _class_and_settings(module)
         if kind not in forms:
             forms[kind] = next((form for form in shaped if computes_the_same(module, form)), None)
         if (form := forms[kind]) is not None:
@@ -431,6 +430,12 @@ def _sizes(form: type[Expert], down: torch.Tensor) -> tuple[int, int, int]:
     return number, out, columns
 
 
+def _class_and_settings(module: nn.Module) -> tuple[object, ...]:
+    """The class of `module` and its numbers: Step 3.7 limits the gates of its last layers alone."""
+    numbers = ((name, value) for name, value in vars(module).items() if isinstance(value, int | float))
+    return (type(module), *numbers)
+
+
 def _has_the_shapes(module: nn.Module, form: type[Expert]) -> bool:
     """Tell whether `module` has the fused parameters of `form`, in matching shapes, and an activation."""
     parameters = dict(module.named_parameters())
@@ -457,7 +462,7 @@ def computes_the_same(module: nn.Module, form: type[Expert]) -> bool:
     vars(trial).update(num_experts=number, hidden_size=width)
     ours = apart(trial, form)
     for stack, parameter in trial.named_parameters():
-        for expert, tensor, part in form.parts(stack, stack, tuple(parameter.shape)):
+        for expert, tensor, part in form.parts(form.stacks()[stack], stack, tuple(parameter.shape)):
             ours.get_parameter(f"{expert}.{tensor}").data = part.cut(parameter.data)
     chosen = torch.stack([torch.randperm(number, generator=random, device="cpu")[:2] for _ in range(tokens)])
     x = 20 * draw(tokens, width)

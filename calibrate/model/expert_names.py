@@ -9,14 +9,20 @@ which other loaders read.
 
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
-from typing import TYPE_CHECKING
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.weights import TensorPart
+from ..checkpoint.weights import JoinedTensors, TensorPart
 from .expert_modules import experts_of, gemms_of_stack, stack_of
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightConverter
+
+#: The operation that makes the experts of two modules of one list.
+DIVIDING = "ErnieFuseAndSplitTextVisionExperts"
 
 
 def expert_names(model: "PreTrainedModel", stored: Iterable[str]) -> dict[str, str]:
@@ -31,21 +37,18 @@ def views(model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]) -> di
     empty.
     """
     conversions = Conversions(model)
-    fused = {
-        name: model_name for name in shapes if (model_name := conversions.model_name(name)[0]) in conversions.fused
-    }
-    fused = {name: model_name for name, model_name in fused.items() if _is_stack(model_name, shapes[name])}
+    stacks = {name: stack for name, shape in shapes.items() if (stack := conversions.stack(name, shape))}
     parts: dict[str, TensorPart] = {}
     for name, shape in shapes.items():
-        if name not in fused:
+        if name not in stacks:
             parts[conversions.original(name) if conversions.shares_a_block_with_experts(name) else name] = TensorPart(
                 name
             )
             continue
-        experts, _, stack = fused[name].rpartition(".")
-        for expert, tensor, part in conversions.experts[experts].form.parts(stack, name, shape):
+        experts, tensors = stacks[name]
+        for expert, tensor, part in conversions.experts[experts].form.parts(tensors, name, shape):
             parts[conversions.original_of(experts, expert, tensor)] = part
-    return parts if fused else {}
+    return parts if stacks else {}
 
 
 def _is_stack(name: str, shape: tuple[int, ...]) -> bool:
@@ -53,6 +56,28 @@ def _is_stack(name: str, shape: tuple[int, ...]) -> bool:
     and not those of one.
     """
     return len(shape) == (2 if name.endswith("_bias") else 3)
+
+
+@dataclass(frozen=True)
+class ConvertedTensor:
+    """The tensor `name` of a `model` that the `converter` of transformers makes of `sources`: stored name -> pattern.
+
+    `target`: the name of the first tensor that it makes of them.
+    """
+
+    name: str
+    target: str
+    sources: Mapping[str, str]
+    converter: "WeightConverter"
+    model: "PreTrainedModel"
+
+    def computed(self, read: "Callable[[str], torch.Tensor]") -> "torch.Tensor":
+        """Read the stored tensors, and convert them."""
+        converter: Any = deepcopy(self.converter)
+        for name, pattern in self.sources.items():
+            converter.add_tensor(self.target, name, pattern, read(name))
+        tensor = converter.convert(self.target, model=self.model, config=self.model.config)[self.name]
+        return tensor[0] if isinstance(tensor, list) else tensor  # type: ignore[no-any-return]
 
 
 class Conversions:
@@ -66,13 +91,18 @@ class Conversions:
         self.experts = experts_of(model)
         #: The fused tensors that there would be, by name.
         self.fused = {f"{name}.{stack}": stack for name, made in self.experts.items() for stack in made.form.stacks()}
-        table = get_model_conversion_mapping(model) if self.experts or dense else []
+        asked = bool(self.experts) or dense
+        table = get_model_conversion_mapping(model) if asked else []
+        written = get_model_conversion_mapping(model, add_legacy=False) if asked else []
         self._renamings = [conversion for conversion in table if isinstance(conversion, WeightRenaming)]
+        #: Those that transformers reverts when it writes files: without names that older files have.
+        self._reverted = [conversion for conversion in written if isinstance(conversion, WeightRenaming)]
         self._converters: list[WeightConverter] = [
             conversion for conversion in table if isinstance(conversion, WeightConverter)
         ]
         self._places = {**dict.fromkeys(model.state_dict(), True), **dict.fromkeys(self.fused, True)}
         self._prefix = model.base_model_prefix
+        self._model = model
 
     def model_name(self, stored: str) -> tuple[str, str | None]:
         """Return transformers' name of a tensor that files call `stored`, and the pattern of the conversion that makes
@@ -84,23 +114,40 @@ class Conversions:
 
     def operations(self, pattern: str | None) -> tuple[str, ...]:
         """The names of the operations of the conversion that has `pattern`; none for a tensor that is not converted."""
-        made = next((converter for converter in self._converters if pattern in converter.source_patterns), None)
+        made = self._converter(pattern)
         if made:
             return tuple(type(operation).__name__ for operation in made.operations)
         return ()
+
+    def _converter(self, pattern: str | None) -> "WeightConverter | None":
+        return next((converter for converter in self._converters if pattern in converter.source_patterns), None)
+
+    def stack(self, stored: str, shape: tuple[int, ...]) -> tuple[str, tuple[str, ...]] | None:
+        """The module of experts whose tensors the `stored` one (in this `shape`) holds, and which tensors of each: gate
+        and up, or one of them where the stacks of both are stored apart, as Step 3.7's are; None for other tensors.
+        """
+        model_name, pattern = self.model_name(stored)
+        if model_name not in self.fused or not _is_stack(model_name, shape):
+            return None
+        experts, _, stack = model_name.rpartition(".")
+        tensors = self.experts[experts].form.stacks()[stack]
+        converter = self._converter(pattern)
+        if converter is None or self.operations(pattern) != ("Concatenate",):
+            return experts, tensors
+        number = converter.source_patterns.index(str(pattern))
+        return experts, tensors[number : number + 1]
 
     def cutting(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """The ends of names of weights in files of which transformers makes several weights -> those of these.
 
         transformers' quantizers add the names of scales to the sources of each conversion whose first weight is in no
         quantized layer (`HfQuantizer.update_weight_conversions`), and a conversion of several tensors to several ends
-        with an error, whatever the files hold.
+        with an error, whatever the files hold: that of ERNIE 4.5 VL's experts asks for every source.
         """
         return tuple(
             (_unescaped(converter.source_patterns[0]), tuple(map(_unescaped, converter.target_patterns)))
             for converter in self._converters
             if len(converter.target_patterns) > 1
-            and not any(operation.supports_many_to_many for operation in converter.operations)
             and all(source.endswith(".weight") for source in converter.source_patterns)
         )
 
@@ -116,16 +163,43 @@ class Conversions:
             elif model_name in self.fused and (projection := self._projection(self.fused[model_name], pattern)):
                 number = re.search(re.escape(_unescaped(pattern)).replace(r"\.\*\.", r"\.(\d+)\."), name)
                 if number:
-                    names[f"{model_name.rpartition('.')[0]}.{int(number[1])}.{projection}.weight"] = name
+                    names[f"{self._expert(model_name, int(number[1]))}.{projection}.weight"] = name
         return names
 
-    def merged(self, stored: Container[str]) -> dict[str, tuple[list[str], int]]:
+    def _expert(self, stack: str, number: int) -> str:
+        """The name of the expert that files call `number`, and of which a weight goes into the fused tensor `stack`, or
+        into a later one of the same conversion: files have the experts of ERNIE 4.5 VL's two modules in one list.
+        """
+        first, _, tensor = stack.rpartition(".")
+        targets = self._targets(tensor)
+        count = len(self.experts[first].experts)
+        share = min(number // count, len(targets) - 1)
+        module = (stack.removesuffix(targets[0]) + targets[share]).rpartition(".")[0]
+        return f"{module}.{number - share * count}"
+
+    def _targets(self, tensor: str) -> list[str]:
+        """The ends of the names of the fused tensors that the conversion to `tensor` makes."""
+        made = self._maker(tensor)
+        return [_unescaped(target) for target in made.target_patterns] if made else []
+
+    def _share(self, experts: str, tensor: str) -> int:
+        """The index of the module `experts` among those that the conversion to `tensor` divides experts among."""
+        name = f"{experts}.{tensor}"
+        return next((share for share, target in enumerate(self._targets(tensor)) if name.endswith(target)), 0)
+
+    def numbered_behind_others(self) -> frozenset[str]:
+        """The modules of experts that files number behind those of another module, as those of images are in ERNIE 4.5
+        VL.
+        """
+        return frozenset(name for name in self.experts if self._share(name, "down_proj"))
+
+    def merged(self, stored: Container[str]) -> dict[str, JoinedTensors]:
         """The model's tensors that are several `stored` ones in a row, as the convolution of a hybrid is of those of q,
-        k and v -> their names, and the axis.
+        k and v.
         """
         from transformers.core_model_loading import Concatenate
 
-        merged_tensors: dict[str, tuple[list[str], int]] = {}
+        merged_tensors: dict[str, JoinedTensors] = {}
         for converter in self._converters:
             target = _unescaped(converter.target_patterns[0])
             if [type(operation) for operation in converter.operations] != [Concatenate]:
@@ -133,10 +207,27 @@ class Conversions:
             for name in self._places:
                 if name.endswith(target) and name not in self.fused:
                     prefix = name.removesuffix(target)
-                    parts = [self._renamed_back(prefix + _unescaped(part)) for part in converter.source_patterns]
+                    parts = tuple(self._renamed_back(prefix + _unescaped(part)) for part in converter.source_patterns)
                     if all(part in stored for part in parts):
-                        merged_tensors[name] = parts, int(getattr(converter.operations[0], "dim", 0))
+                        merged_tensors[name] = JoinedTensors(parts, int(getattr(converter.operations[0], "dim", 0)))
         return merged_tensors
+
+    def converted(self, stored: Iterable[str]) -> "dict[str, ConvertedTensor]":
+        """The model's tensors that transformers makes of `stored` ones by its operations, but for stacks of experts."""
+        sources: dict[str, dict[str, str]] = {}
+        for name in stored:
+            target, pattern = self.model_name(name)
+            if pattern is not None and target in self._places and target not in self.fused:
+                sources.setdefault(target, {})[name] = pattern
+        tensors: dict[str, ConvertedTensor] = {}
+        for target, patterns in sources.items():
+            converter = self._converter(next(iter(patterns.values())))
+            assert converter is not None, "the pattern is of one"
+            first, *others = map(_unescaped, converter.target_patterns)
+            for end in (first, *others):
+                name = target.replace(first, end)
+                tensors[name] = ConvertedTensor(name, target, patterns, converter, self._model)
+        return tensors
 
     def _projection(self, tensor: str, pattern: str) -> str | None:
         """The GEMM of an expert whose weights match `pattern`, and are stacked into `tensor`.
@@ -168,17 +259,12 @@ class Conversions:
 
     def _maker(self, tensor: str) -> "WeightConverter | None":
         """The conversion to `tensor` that stacks all experts and concatenates gate and up."""
-        from transformers.core_model_loading import Concatenate, MergeModulelist
-
         gemms = gemms_of_stack(tensor)
-        kinds: list[type] = [MergeModulelist] if len(gemms) == 1 else [MergeModulelist, Concatenate]
         for converter in self._converters:
-            axes = [getattr(operation, "dim", None) for operation in converter.operations]
             if (
                 converter.target_patterns[0].endswith(f"experts.{tensor}")
-                and [type(operation) for operation in converter.operations] == kinds
-                and axes == [0, 1][: len(kinds)]
                 and len(converter.source_patterns) == len(gemms)
+                and _steps(converter) == [("MergeModulelist", 0), ("Concatenate", 1)][: len(gemms)]
             ):
                 return converter
         return None
@@ -198,7 +284,7 @@ class Conversions:
         return model_name
 
     def _renamed_back(self, name: str) -> str:
-        for renaming in reversed(self._renamings):
+        for renaming in reversed(self._reverted):
             name, _ = renaming.reverse_transform().rename_source_key(name)
         return name
 
@@ -206,22 +292,32 @@ class Conversions:
         """The stored name of the tensor `name` of expert `number` in the module `experts`; our own name if transformers
         has none.
         """
-        ours = f"{experts}.{number}.{name}"
+        ours = full = f"{experts}.{number}.{name}"
         projection, _, kind = name.rpartition(".")
         tensor = stack_of(self.experts[experts].form, projection)
-        if kind != "weight" or (made := self._maker(tensor)) is None:
-            return ours
-        pattern, target = (
-            _unescaped(patterns[index])
-            for patterns, index in (
-                (made.source_patterns, gemms_of_stack(tensor).index(projection)),
-                (made.target_patterns, 0),
-            )
-        )
-        full = f"{experts}.{tensor}".removesuffix(target) + pattern.replace("*", str(number))
+        if kind == "weight" and (made := self._maker(tensor)) is not None:
+            pattern = _unescaped(made.source_patterns[gemms_of_stack(tensor).index(projection)])
+            share = self._share(experts, tensor)
+            numbered = pattern.replace("*", str(number + share * len(self.experts[experts].experts)))
+            full = f"{experts}.{tensor}".removesuffix(self._targets(tensor)[share]) + numbered
         return next(
             (name for name in (self._renamed_back(full), full) if self.stored_names([name]) == {ours: name}), ours
         )
+
+
+def _steps(converter: "WeightConverter") -> list[tuple[str, int | None]]:
+    """The operations of a conversion, and the axis of each; that of ERNIE 4.5 VL, which also divides the experts among
+    two modules, is the two that others have.
+    """
+    steps: list[tuple[str, int | None]] = []
+    for operation in converter.operations:
+        name = type(operation).__name__
+        if name == DIVIDING:
+            axes = [getattr(operation, axis) for axis in ("stack_dim", "concat_dim")]
+            steps += zip(("MergeModulelist", "Concatenate"), axes[: len(converter.source_patterns)])
+        else:
+            steps.append((name, getattr(operation, "dim", None)))
+    return steps
 
 
 def _unescaped(pattern: str) -> str:

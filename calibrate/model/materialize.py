@@ -7,7 +7,7 @@ the next layer's weights are read and copied while one computes (`copies`).
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 
 import torch
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ...core.errors import InputError
 from .copies import Coming, copies_of
-from .expert_names import Conversions
+from .expert_names import Conversions, ConvertedTensor
 from .memory import has_room
 from .source import Source
 
@@ -46,11 +46,17 @@ class Materializer:
         self.fp32 = source.fp32
         self.copies = copies_of(device)
         self._coming = dict[str, Coming]()
-        self.merged = Conversions(model, dense=True).merged(self.weights.names())
+        self._conversions = Conversions(model, dense=True)
+        self.merged = self._conversions.merged(self.weights.names())
         self.tied: Mapping[str, str] = {
             **model.all_tied_weights_keys,
             **{tied_to: tied for tied, tied_to in model.all_tied_weights_keys.items()},
         }
+
+    @cached_property
+    def converted(self) -> Mapping[str, ConvertedTensor]:
+        """The tensors of the model that transformers makes of stored ones in other ways."""
+        return self._conversions.converted(self.weights.names())
 
     @contextmanager
     def filled(self, names: Sequence[str], resident: bool = True) -> Iterator[None]:
@@ -99,8 +105,9 @@ class Materializer:
     def _read(self, name: str, resident: bool) -> torch.Tensor:
         stored = self._find(name)
         if stored is None and name in self.merged:
-            parts, axis = self.merged[name]
-            return torch.cat([self._of_file(part, resident) for part in parts], axis)
+            return self.merged[name].joined(partial(self._of_file, resident=resident))
+        if stored is None and name in self.converted:
+            return self.converted[name].computed(partial(self._of_file, resident=resident))
         if stored is None:
             raise InputError(
                 self.name,

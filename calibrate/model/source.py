@@ -31,7 +31,7 @@ from ..checkpoint.config_fields import check_sizes
 from ..checkpoint.mtp_layers import mtp_prefixes
 from ..checkpoint.name_patterns import check_one_pattern
 from ..checkpoint.recognizer import Recognizer, no_codes
-from ..checkpoint.weights import Coding, TensorPart, Weights, find_weights, read_headers
+from ..checkpoint.weights import Coding, JoinedTensors, TensorPart, Weights, find_weights, read_headers
 from ..input.hub import fetch_model, is_hub_name
 from ..input.silence import quiet_transformers
 from ..input.untrusted import error_text, foreign, local_path
@@ -46,7 +46,7 @@ from .architecture import (
 )
 from .bf16_gemms import compute_gemms_in_fp32
 from .expert_modules import experts_of, refuse_experts
-from .expert_names import views
+from .expert_names import Conversions, views
 from .gemms import gemm_modules
 from .load import HEADER_TYPE, headers, load_tensors, renamed_tensors
 from .skeleton import check_buffers, empty, fp32_tensors
@@ -78,6 +78,8 @@ class Source:
     coding: Coding | None = field(default=None, compare=False)
     # tensor -> the part of a stored tensor that it is, where some hold all experts of a layer
     parts: Mapping[str, TensorPart] = field(default_factory=dict, compare=False)
+    # the weight of a GEMM that transformers makes of several tensors, gate and up for one -> these, or parts
+    joined: Mapping[str, JoinedTensors] = field(default_factory=dict, compare=False)
     # how the names of the tensors of multi-token prediction begin, which transformers makes no modules of
     mtp: tuple[str, ...] = field(default=(), compare=False)
     # the tensors, by their names in the files, that transformers keeps in FP32 where the model is in BF16
@@ -149,7 +151,7 @@ class Source:
 
     def weights(self) -> Weights:
         """Open the tensors, dequantized."""
-        return Weights(self.weight_files, self.coding, self.parts)
+        return Weights(self.weight_files, self.coding, self.parts, self.joined)
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
@@ -304,6 +306,7 @@ def _check_model(source: Source) -> Source:
     refuse_experts(skeleton, source.name, source.architecture)
     weights = source.weights()
     source = replace(source, parts=views(skeleton, {name: weights.shape(name) for name in weights.names()}))
+    source = replace(source, joined=_joined_gemms(skeleton, source.weights()))
     weights = source.weights()
     # a prefix under which transformers has a module is the model's own
     model_names = tuple(skeleton.state_dict())
@@ -323,10 +326,25 @@ def _check_model(source: Source) -> Source:
     in_bf16, in_fp16 = fp32_names
     source = replace(source, renamed=renamed, fp32=in_bf16, fp32_in_files=in_bf16 | in_fp16)
     _check_types(source, loaded)
-    blocks = tuple(f"{experts.rpartition('.')[0]}." for experts in experts_of(loaded))
+    behind = Conversions(loaded).numbered_behind_others()
+    blocks = tuple(f"{experts.rpartition('.')[0]}." for experts in experts_of(loaded) if experts not in behind)
     gemms = [name for name in gemm_modules(loaded) if name.startswith(blocks)]
     check_one_pattern({name: source.stored(f"{name}.weight").removesuffix(".weight") for name in gemms}, source.name)
     return source
+
+
+def _joined_gemms(model: PreTrainedModel, weights: Weights) -> dict[str, JoinedTensors]:
+    """The weights of GEMMs of `model` whose rows are several matrices of one type in the files, by the name of each."""
+    conversions = Conversions(model, dense=True)
+    gemms = {f"{name}.weight" for name in gemm_modules(model)}
+
+    def fits(row: JoinedTensors) -> bool:
+        shapes = [weights.shape(tensor) for tensor in row.tensors]
+        kinds = {(weights.dtype(tensor), *shape[1:]) for tensor, shape in zip(row.tensors, shapes, strict=True)}
+        return row.axis == 0 and len(kinds) == 1 and len(shapes[0]) == 2
+
+    merged = conversions.merged(weights.names())
+    return {conversions.original(name): row for name, row in merged.items() if name in gemms and fits(row)}
 
 
 def _check_types(source: Source, model: PreTrainedModel) -> None:

@@ -21,6 +21,7 @@ from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.model.caches import keeps_states, new_cache
 from ...calibrate.model.classes import code_of
 from ...calibrate.model.expert_modules import Expert, experts_of
+from ...calibrate.model.expert_names import Conversions
 from ...calibrate.model.gemms import attention_modules, cache_shapes
 from .graph_model import text_input
 from .replaced_attention import fix_frequencies, replace, replaceable, restore
@@ -76,6 +77,8 @@ def _unsupported(model: "PreTrainedModel", text: "PreTrainedConfig") -> str | No
         if any(experts.form.scaled_inputs for experts in layers_of_experts):
             return "has experts whose inputs the router scales, which the graph does not compute"
         return "has experts without a gate, or with one of their own, which the graph does not compute"
+    if Conversions(model).numbered_behind_others():
+        return "divides the experts of its files among two modules, which the graph does not"
     if (number := sum(len(experts.experts) for experts in layers_of_experts)) > MOST_BRANCHES:
         return (
             f"has {number:,} experts in its layers, each a branch of the graph, and engines of more than "

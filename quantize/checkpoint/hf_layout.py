@@ -62,6 +62,12 @@ UNREAD_EXPERTS = (
     "ones, and no server is known to read them"
 )
 STACKED_EXPERTS = "with `--skip '*.experts.*'` they stay in BF16 in the source's tensors, which loaders read"
+#: The same of experts of two modules that files have in one list.
+DIVIDED_EXPERTS = (
+    "transformers loads no FP8 checkpoint of {architecture}, whatever is quantized: it makes the experts of two "
+    "modules of one list, and its quantizers take no such conversion, and no server is known to read this one"
+)
+CONVERTED_EXPERTS = "`fp8q convert` writes the source's own names, for servers with a class of their own"
 #: What vLLM makes of experts whose inputs stay in BF16.
 NO_EXPERT_WEIGHTS_ALONE = "vLLM has no GEMM for experts with FP8 weights alone"
 
@@ -79,11 +85,13 @@ class HfLayout:
     - `auto`: the auto class of transformers that loads them.
     - `attention`: the implementation that transformers must be told to use, where its default computes another result.
     - `non_text`: the modules that text does not reach, which are not quantized.
+    - `bf16_in_files`: the names in the files of linear layers among these, and of experts in `behind`, which files call
+      otherwise than the model does.
     - `positions`: the number of positions that a graph serves, where that is fewer than the model's.
     - `stored`: module -> its name in the files, for modules in a block of experts; vLLM reads those names.
     - `experts`: the GEMMs of experts.
     - `layers`: the modules that each hold the experts of one layer; `unread`: those of them whose experts no loader
-      reads one by one.
+      reads one by one; `behind`: those that files number behind the experts of another module.
     - `parts`: tensor -> the part of a stored tensor that it is, where some of these are cut up.
     - `ties`: what is changed of tied tensors.
     - `mtp`: how the names of the tensors of multi-token prediction begin; they are not quantized. `vllm_mtp`: how they
@@ -97,11 +105,13 @@ class HfLayout:
     auto: str = "AutoModelForCausalLM"
     attention: str | None = None
     non_text: Mapping[str, nn.Module] = field(default_factory=dict)
+    bf16_in_files: tuple[str, ...] = ()
     positions: int | None = None
     stored: Mapping[str, str] = field(default_factory=dict)
     experts: frozenset[str] = frozenset()
     layers: tuple[str, ...] = ()
     unread: frozenset[str] = frozenset()
+    behind: frozenset[str] = frozenset()
     parts: Mapping[str, TensorPart] = field(default_factory=dict)
     bf16_cache: Mapping[int, str] = field(default_factory=dict)
     mtp: tuple[str, ...] = ()
@@ -127,7 +137,7 @@ class HfLayout:
     def ignored(self) -> list[str]:
         """The linear layers that text does not reach, and a pattern for each module of multi-token prediction."""
         linear = [name for name, module in self.non_text.items() if isinstance(module, nn.Linear)]
-        return [*linear, *map(self.codec.below, (*self.mtp, *self.vllm_mtp))]
+        return [*linear, *self.bf16_in_files, *map(self.codec.below, (*self.mtp, *self.vllm_mtp))]
 
     @property
     def towers(self) -> list[str]:
@@ -186,6 +196,14 @@ class HfLayout:
             "(`longrope` has others for longer ones)"
         )
 
+    def unread_experts(self, architecture: str) -> tuple[str, str] | None:
+        """Say why only fp8q is known to run the experts, and what helps; None where others read them."""
+        if self.behind:
+            return DIVIDED_EXPERTS.format(architecture=architecture), CONVERTED_EXPERTS
+        if self.experts and self.unread:
+            return UNREAD_EXPERTS.format(architecture=architecture), STACKED_EXPERTS
+        return None
+
     def remark(self, architecture: str, scales: Scales) -> str | None:
         """Describe the limits of serving the checkpoint with transformers and vLLM; None where there are none."""
         if not self.loadable:
@@ -198,8 +216,8 @@ class HfLayout:
                 f"--layout {self.codec.form}: NVIDIA's runtimes and vLLM read model/; transformers takes its codes for "
                 "values without scales, so load it by `fp8q.api.load`"
             )
-        if self.experts and self.unread:
-            return f"{UNREAD_EXPERTS.format(architecture=architecture)}: fp8q runs `model/`; {STACKED_EXPERTS}"
+        if unread := self.unread_experts(architecture):
+            return f"{unread[0]}: fp8q runs `model/`; {unread[1]}"
         if self.experts:
             vllm = ", and vLLM documents this layout, with a scale for each token of what experts read"
             if not self.experts.isdisjoint(scales.in_form(BF16)):
@@ -251,9 +269,16 @@ def hf_layout_of(
     coded = {name.rpartition(".")[0] for name in scales.kv_cache}
     fewer = no_graph is None and source.served_positions != source.max_positions
     layers = experts_of(model)
-    unread = Conversions(model).unread(source.stored)
+    conversions = Conversions(model)
+    unread = conversions.unread(source.stored)
+    behind = conversions.numbered_behind_others()
     experts = frozenset(name for name in modules if name.startswith(tuple(f"{layer}." for layer in layers)))
-    blocks = tuple(f"{layer.rpartition('.')[0]}." for layer in layers)
+    others = non_text_modules(model)
+    of_behind = tuple(f"{layer}." for layer in behind)
+    in_bf16 = [name for name, module in others.items() if isinstance(module, nn.Linear)]
+    in_bf16 += [name for name in scales.skipped if name.startswith(of_behind)]
+    weight_names = [f"{name}.weight" for name in in_bf16]
+    blocks = tuple(f"{layer.rpartition('.')[0]}." for layer in layers if layer not in behind)
     stored = {
         name: source.stored(f"{name}.weight").removesuffix(".weight")
         for name in (*scales.modules, *scales.skipped)
@@ -266,12 +291,14 @@ def hf_layout_of(
         no_graph=no_graph,
         auto=auto_class(source.config).__name__,
         attention=needed_attention(source.config),
-        non_text=non_text_modules(model),
+        non_text=others,
+        bf16_in_files=tuple(under.removesuffix(".weight") for under in map(source.renamed.get, weight_names) if under),
         positions=source.served_positions if fewer else None,
         stored=stored,
         experts=experts,
         layers=tuple(layers),
         unread=unread,
+        behind=behind,
         parts=_parts(source, {layer for layer in unread if not any(name.startswith(f"{layer}.") for name in experts)}),
         mtp=source.mtp,
         vllm_mtp=_vllm_mtp(source),

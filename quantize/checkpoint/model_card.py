@@ -17,7 +17,7 @@ from .card_additions import (
     markdown_message,
     markdown_text,
 )
-from .hf_layout import NO_EXPERT_WEIGHTS_ALONE, STACKED_EXPERTS, UNREAD_EXPERTS, HfLayout
+from .hf_layout import NO_EXPERT_WEIGHTS_ALONE, HfLayout
 
 CARD = """\
 ---
@@ -375,9 +375,9 @@ def _loading(architecture: str, scales: Scales, form: HfLayout) -> str:
     if not form.loads_in_transformers:
         readers = MODELOPT_READERS["tensor" if scales.tensor_weights else "channel"]
         return MODELOPT.format(readers=readers, skips=f" {form.vllm_skips}" if form.vllm_skips else "")
-    if form.experts and form.unread:
-        reason = UNREAD_EXPERTS.format(architecture=architecture)
-        return UNREAD_MIXTURE.format(reason=reason, remedy=f"{STACKED_EXPERTS[0].upper()}{STACKED_EXPERTS[1:]}")
+    if unread := form.unread_experts(architecture):
+        reason, remedy = unread
+        return UNREAD_MIXTURE.format(reason=reason, remedy=f"{remedy[0].upper()}{remedy[1:]}")
     if form.experts:
         remark = mixed_experts_warning(form.layers, scales)
         dynamic = form.experts.isdisjoint(scales.static_inputs) and form.experts.isdisjoint(scales.in_form(BF16))

@@ -213,13 +213,17 @@ class StoredCodes:
         return part.cut(self._shards[self.where[under]].get_tensor(part.tensor)).to(self.device)
 
     def converted(self, names: Sequence[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Those of the model's tensors `names` that are several stored ones in a row, as `dtype` on the device."""
-        parts = Conversions(self.model, dense=True).merged(self.where)
-        return {
-            name: torch.cat([self.read(part) for part in parts[name][0]], parts[name][1]).to(dtype)
-            for name in names
-            if name in parts
-        }
+        """Those of the model's tensors `names` that transformers makes of stored ones, on the device: several in a row
+        as `dtype`, others of the layers as the model has them.
+        """
+        conversions = Conversions(self.model, dense=True)
+        merged = conversions.merged(self.where)
+        rows = {name: merged[name].joined(self.read).to(dtype) for name in names if name in merged}
+        lists = tuple(f"{name}." for name in decoder_lists(self.model))
+        others = [name for name in names if name not in rows and name.startswith(lists)]
+        converted = conversions.converted(self.where) if others else {}
+        types = {name: self.model.get_parameter(name).dtype for name in others if name in converted}
+        return rows | {name: converted[name].computed(self.read).to(kind) for name, kind in types.items()}
 
     def beside_layers(self, names: Sequence[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Those of the model's tensors `names` that transformers makes of others beside the decoder layers, as `dtype`:

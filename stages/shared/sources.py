@@ -1,6 +1,6 @@
 """Open the source checkpoint of a run, before calibration and again later, and list its GEMMs."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from ...calibrate.input.untrusted import foreign
 from ...calibrate.model.adapter_base import adapter_remarks, with_adapters
 from ...calibrate.model.caches import attention_indices
 from ...calibrate.model.expert_modules import experts_of
+from ...calibrate.model.expert_names import Conversions
 from ...calibrate.model.gemms import (
     attention_modules,
     gemm_modules,
@@ -37,6 +38,9 @@ from ...quantize.scales.cache_scales import bf16_attentions
 from ...quantize.scales.policy import ModelGemms, check_dynamic, check_layout, check_patterns, check_tail_length
 from ...quantize.scales.servers import graph_refusal
 from .adapters import adapters_of
+
+#: Why GEMMs of experts stay that files have in one list with those of another module.
+NUMBERED_OTHERWISE = "an expert that files number behind those of another module, for which config.json has no pattern"
 
 
 def gemms_of(source: Source, options: ScaleOptions = ScaleOptions()) -> ModelGemms:
@@ -66,13 +70,11 @@ def gemms_of(source: Source, options: ScaleOptions = ScaleOptions()) -> ModelGem
         (*modules, *others),
         output_head(model),
         {name: type(module).__name__ for name, module in unknown.items()},
-        frozenset(
-            name for name in modules if fp8_weights and source.stored(f"{name}.weight") not in fp8_weights.weights
-        ),
+        frozenset(name for name in modules if fp8_weights and _in_files(source, name) not in fp8_weights.weights),
         unsupported(model) or graph_refusal([rule.form for rule in options.form_rules]),
         frozenset(routers(model)),
         frozenset(name for name in (*modules, *others) if source.stored(f"{name}.weight") in source.fp32_in_files),
-        {} if attending is None else state_modules(modules),
+        ({} if attending is None else state_modules(modules)) | _numbered_otherwise(model, modules),
         {
             name: module.get_parameter("weight").shape[1 - output_channel_axis(module)]
             for name, module in modules.items()
@@ -88,6 +90,21 @@ def gemms_of(source: Source, options: ScaleOptions = ScaleOptions()) -> ModelGem
     check_layout(options, gemms, chosen, conv1d, [*experts_of(model)])
     check_inherit(source, chosen, coded, options)
     return gemms
+
+
+def _in_files(source: Source, module: str) -> str:
+    """The tensor in the files that the weight of `module` is, or the first of those that are joined to it."""
+    name = source.stored(f"{module}.weight")
+    if name in source.joined:
+        return source.joined[name].tensors[0]
+    return name
+
+
+def _numbered_otherwise(model: PreTrainedModel, modules: Collection[str]) -> dict[str, str]:
+    """The GEMMs of experts among `modules` that files number behind those of another module -> why they stay."""
+    behind = Conversions(model).numbered_behind_others()
+    starts = tuple(f"{experts}." for experts in behind)
+    return dict.fromkeys((name for name in modules if name.startswith(starts)), NUMBERED_OTHERWISE)
 
 
 def check_stored(source: Source, model: PreTrainedModel) -> None:

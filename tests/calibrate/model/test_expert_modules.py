@@ -10,9 +10,10 @@ import transformers
 from gpu.waits import host_waits
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fp8q.calibrate.model.bf16_gemms import gemms_in_fp32
+from fp8q.calibrate.model.classes import auto_class
 from fp8q.calibrate.model.expert_modules import (
     AlternatingExpert,
     Expert,
@@ -26,7 +27,10 @@ from fp8q.calibrate.model.expert_modules import (
     routes,
     show_tokens,
 )
+from fp8q.calibrate.model.materialize import Materializer
 from fp8q.calibrate.model.source import load_model, meta_model, open_source
+from fp8q.core.errors import InputError
+from fp8q.stages.shared.sources import gemms_of
 
 from ...mixtures import (
     ALTERNATING,
@@ -38,14 +42,14 @@ from ...mixtures import (
     random_of,
 )
 from ...noise import SAME_CODES, largest_noise
+from ...published import ERNIE, MINIMAX, STEP, random_class
 from .damage import refusal, rewrite
 
 
 def transformers_own(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model as transformers loads it, its experts fused, computed as their class says."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, experts_implementation="eager"
-    ).eval()
+    kind = auto_class(transformers.AutoConfig.from_pretrained(path))
+    model: PreTrainedModel = kind.from_pretrained(path, dtype=dtype, experts_implementation="eager").eval()
     return model
 
 
@@ -84,6 +88,138 @@ def test_other_forms_compute_what_transformers_does(
     fp32 = load_model(source, torch.float32)
     assert {experts.form for experts in experts_of(fp32).values()} == {form}
     check_logits(fp32, load_model(source, torch.bfloat16), path)
+
+
+def test_a_limit_on_the_gates_of_one_layer_is_of_that_layer_alone(tmp_path: Path) -> None:
+    """The class was tried once, on the experts of its first layer: those of the last lost their limit."""
+    path = random_class(tmp_path / "model", *STEP)
+    source = open_source(str(path))
+    fp32 = load_model(source, torch.float32)
+    assert [experts.form for experts in experts_of(fp32).values()] == [Expert, ExpertWithOwnGate]
+    check_logits(fp32, load_model(source, torch.bfloat16), path)
+    limited = fp32.get_submodule("model.language_model.layers.1.mlp.experts.0").act_fn.__self__  # type: ignore[union-attr]
+    before = logits(fp32)
+    limited.limit = float("inf")  # type: ignore[union-attr]
+    assert (logits(fp32) - before).abs().max() > SAME_CODES
+
+
+def test_stacks_that_hold_gate_and_up_apart_are_cut_into_experts(tmp_path: Path) -> None:
+    """By hand: `moe.gate_proj.weight` is [experts, inner, width], and no half of it is an up projection."""
+    path = random_class(tmp_path / "model", *STEP)
+    source = open_source(str(path))
+    weights = source.weights()
+    with safe_open(path / "model.safetensors", "pt") as file:
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    for gemm in ("gate_proj", "up_proj", "down_proj"):
+        name = f"model.layers.1.mlp.experts.3.{gemm}.weight"
+        assert torch.equal(weights.tensor(name), stored[f"model.layers.1.moe.{gemm}.weight"][3])
+        assert source.stored(f"model.language_model.layers.1.mlp.experts.3.{gemm}.weight") == name
+    assert not any(".moe." in name and name.endswith("_proj.weight") for name in weights.names())
+    assert source.stored("model.language_model.layers.1.mlp.gate.weight") == "model.layers.1.moe.gate.weight"
+
+
+def test_a_stack_that_is_missing_is_named_by_its_experts(tmp_path: Path) -> None:
+    path = random_class(tmp_path / "model", *STEP)
+    rewrite(path, lambda tensors: tensors.pop("model.layers.1.moe.up_proj.weight"))
+    assert refusal(path).startswith(
+        f"{path}: the weights are not those of this Step3p7ForConditionalGeneration: "
+        "model.language_model.layers.1.mlp.experts.0.up_proj.weight is missing (and "
+    )
+
+
+def test_gate_and_up_that_transformers_joins_are_one_weight(tmp_path: Path) -> None:
+    """By hand: the gate's rows, then those of up, under the names of the file."""
+    path = random_class(tmp_path / "model", *MINIMAX)
+    source = open_source(str(path))
+    weights = source.weights()
+    shared = "language_model.model.layers.1.block_sparse_moe.shared_experts"
+    with safe_open(path / "model.safetensors", "pt") as file:
+        gate, up = (file.get_tensor(f"{shared}.{gemm}.weight") for gemm in ("gate_proj", "up_proj"))
+    joined = f"{shared}.gate_up_proj.weight"
+    assert source.stored("model.language_model.layers.1.mlp.shared_experts.gate_up_proj.weight") == joined
+    assert torch.equal(weights.tensor(joined), torch.cat([gate, up]))
+    assert (weights.shape(joined), weights.dtype(joined)) == ((2 * len(gate), gate.shape[1]), "BF16")
+    assert not weights.coded(joined)
+    assert f"{shared}.up_proj.weight" not in weights.names()
+    check_logits(load_model(source, torch.float32), load_model(source, torch.bfloat16), path)
+
+
+def test_experts_of_two_modules_are_found_in_one_list(tmp_path: Path) -> None:
+    """ERNIE 4.5 VL's files number those of images behind those of text; its routers lie turned in the files."""
+    path = random_class(tmp_path / "model", *ERNIE)
+    source = open_source(str(path))
+    ours, theirs = load_model(source, torch.float32), transformers_own(path, torch.float32)
+    layer = "model.language_model.layers.1.mlp"
+    count = len(experts_of(ours)[f"{layer}.vision_moe.experts"].experts)
+    assert source.stored(f"{layer}.text_moe.experts.1.up_proj.weight") == (
+        "model.layers.1.mlp.experts.1.up_proj.weight"
+    )
+    assert source.stored(f"{layer}.vision_moe.experts.1.up_proj.weight") == (
+        f"model.layers.1.mlp.experts.{count + 1}.up_proj.weight"
+    )
+    check_logits(ours, load_model(source, torch.bfloat16), path)
+    images = torch.tensor([[0, 1, 1, 0] * 6])
+    ids = torch.arange(3, 27)[None]
+    with torch.inference_mode():
+        outputs = [
+            model.model.language_model(input_ids=ids, moe_mm_token_type_ids=images)[0] for model in (ours, theirs)
+        ]
+        text = ours.model.language_model(input_ids=ids)[0]
+    torch.testing.assert_close(*outputs, rtol=0, atol=SAME_CODES)
+    assert (outputs[0] - text).abs().max() > SAME_CODES
+
+
+def test_what_transformers_turns_and_cuts_is_read_a_module_at_a_time(tmp_path: Path) -> None:
+    path = random_class(tmp_path / "model", *ERNIE)
+    source = open_source(str(path))
+    whole = load_model(source, torch.bfloat16)
+    block = "model.language_model.layers.1.mlp"
+    names = [f"{block}.{kind}_moe.{end}" for kind in ("text", "vision") for end in ("gate", "gate.moe_statics")]
+    materializer = Materializer(meta_model(source), source, "cpu")
+    with materializer.filled(names):
+        for name in names:
+            for key, held in materializer.model.get_submodule(name).named_parameters(recurse=False):
+                expected = whole.get_submodule(name).get_parameter(key)
+                assert (held.dtype, expected.dtype) == (torch.float32, torch.float32)
+                assert torch.equal(held, expected), f"{name}.{key}"
+
+
+@pytest.mark.parametrize("mixture", [STEP, ERNIE], ids=["Step 3.7", "ERNIE 4.5 VL"])
+def test_stacks_of_published_classes_get_the_names_that_files_have(
+    mixture: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    apart, fused = (
+        open_source(str(random_class(tmp_path / str(original), *mixture, original))) for original in (True, False)
+    )
+    assert fused.parts
+    mine, theirs = fused.weights(), apart.weights()
+    experts = {stored for stored in theirs.names() if ".experts." in stored}
+    assert experts
+    assert experts == {stored for stored in mine.names() if ".experts." in stored}
+    assert all(torch.equal(mine.tensor(stored), theirs.tensor(stored)) for stored in experts)
+
+
+@pytest.mark.parametrize("change", [lambda tensor: tensor[:, :40].clone(), lambda tensor: tensor[0].clone()])
+def test_matrices_that_make_no_weight_are_refused(
+    change: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    path = random_class(tmp_path / "model", *MINIMAX)
+    up = "language_model.model.layers.1.block_sparse_moe.shared_experts.up_proj.weight"
+    rewrite(path, lambda tensors: tensors.update({up: change(tensors[up])}))
+    assert "MiniMaxM3SparseForConditionalGeneration" in refusal(path)
+
+
+def test_matrices_of_two_types_are_not_joined(tmp_path: Path) -> None:
+    path = random_class(tmp_path / "model", *MINIMAX)
+
+    def halve(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("shared_experts.up_proj.weight")]:
+            tensors[name] = tensors[name].half()
+
+    rewrite(path, halve)
+    with pytest.raises(InputError) as refused:
+        gemms_of(open_source(str(path)))
+    assert "stores no model.language_model.layers.0.mlp.shared_experts.gate_up_proj.weight" in str(refused.value)
 
 
 def check_logits(fp32: PreTrainedModel, bf16: PreTrainedModel, path: Path) -> None:

@@ -22,6 +22,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 from unseen_architectures import random_checkpoint
 
 from fp8q import api
+from fp8q.calibrate.checkpoint.weights import JoinedTensors
 from fp8q.calibrate.measure.observe import ObservedLayer
 from fp8q.calibrate.model.caches import attention_indices, keeps_states, new_cache
 from fp8q.calibrate.model.expert_names import Conversions, expert_names
@@ -104,7 +105,7 @@ def test_a_convolution_of_three_stored_ones_is_found() -> None:
     model = empty(OlmoHybridConfig(**sizes("OlmoHybridConfig")), torch.bfloat16)
     stored = [f"model.layers.0.linear_attn.{part}_conv1d.weight" for part in "qkv"]
     merged = Conversions(model, dense=True).merged(stored)
-    assert merged == {"model.layers.0.linear_attn.conv1d.weight": (stored, 0)}
+    assert merged == {"model.layers.0.linear_attn.conv1d.weight": JoinedTensors(tuple(stored), 0)}
     assert Conversions(model, dense=True).merged(stored[:2]) == {}
 
 

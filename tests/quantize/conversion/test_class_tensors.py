@@ -227,6 +227,24 @@ def test_a_class_whose_weights_are_cut_when_it_is_loaded_says_that_it_cannot_be(
     assert selected("LlamaForCausalLM").unloadable is None
 
 
+def test_a_class_whose_experts_are_divided_among_two_modules_says_that_it_cannot_be_loaded() -> None:
+    """transformers' quantizers ask the conversion of ERNIE 4.5 VL's experts for scales that no file has."""
+    config = {
+        "model_type": "ernie4_5_vl_moe", "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"],
+        "text_config": SMALL | {"model_type": "ernie4_5_vl_moe_text", "moe_num_experts": 2, "moe_k": 1,
+                                "moe_intermediate_size": [96, 64], "mlp_layer_types": ["sparse"],
+                                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                                    "mrope_section": [3, 3, 2]}},
+    }  # fmt: skip
+    expert = "model.layers.0.mlp.experts.0"
+    shapes = {f"{expert}.gate_proj.weight": (96, 64), f"{expert}.down_proj.weight": (64, 96)}
+    found = select_tensors(load_rules(), config, headers(shapes))
+    assert found.matrices == tuple(shapes)
+    assert "it makes text_moe.experts.down_proj and vision_moe.experts.down_proj of experts.*.down_proj.weight" in str(
+        found.unloadable
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "why"),
     [
