@@ -78,7 +78,7 @@ class HfLayout:
     - `no_graph`: why no ONNX graph can be made of the model.
     - `auto`: the auto class of transformers that loads them.
     - `attention`: the implementation that transformers must be told to use, where its default computes another result.
-    - `non_text`: the modules that text does not reach, which are not quantized.
+    - `non_text`: the modules that text does not reach, of which those in `axes` alone are quantized.
     - `positions`: the number of positions that a graph serves, where that is fewer than the model's.
     - `stored`: module -> its name in the files, for modules in a block of experts; vLLM reads those names.
     - `experts`: the GEMMs of experts.
@@ -125,8 +125,12 @@ class HfLayout:
 
     @property
     def ignored(self) -> list[str]:
-        """The linear layers that text does not reach, and a pattern for each module of multi-token prediction."""
-        linear = [name for name, module in self.non_text.items() if isinstance(module, nn.Linear)]
+        """The linear layers that text does not reach and that stay in BF16, and a pattern for each module of
+        multi-token prediction.
+        """
+        linear = [
+            name for name, module in self.non_text.items() if isinstance(module, nn.Linear) and name not in self.axes
+        ]
         return [*linear, *map(self.codec.below, (*self.mtp, *self.vllm_mtp))]
 
     @property

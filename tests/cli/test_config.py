@@ -266,7 +266,7 @@ def words(draw: st.DrawFn) -> list[str]:
         "context": draw(COUNTS),
     }
     found += [f"--{name}={value}" for name, value in one.items() if value is not None]
-    for name in ("skip", "only", "target"):
+    for name in ("skip", "only", "vision", "target"):
         found += [f"--{name}={value}" for value in draw(st.lists(TEXTS, max_size=3))]
     return found + draw(st.lists(st.sampled_from(["--stream", "--no-stream", "--chat-template"]), max_size=2))
 
