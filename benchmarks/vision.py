@@ -15,6 +15,7 @@ another model.
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -77,7 +78,9 @@ def learn(path: Path, rows: list[dict[str, Any]], folder: Path, steps: int) -> N
             where="row", messages=messages("row", chat, content_parts), images=image_files("row", chat, folder)
         )
         inputs.append(processor.inputs(read))
-    together = {name: torch.cat([row[name] for row in inputs]) for name in inputs[0]}
+    commonest = Counter(row["input_ids"].shape[1] for row in inputs).most_common(1)[0][0]
+    alike = [row for row in inputs if row["input_ids"].shape[1] == commonest]
+    together = {name: torch.cat([row[name] for row in alike]) for name in alike[0]}
     ids = together["input_ids"]
     behind = (ids == PLACEHOLDER).cumsum(1).eq(4) & (ids != PLACEHOLDER)
     labels = torch.where(behind, ids, -100)
@@ -95,7 +98,7 @@ def learn(path: Path, rows: list[dict[str, Any]], folder: Path, steps: int) -> N
         optimizer.zero_grad()
         schedule.step()
         if step % 100 == 0 or step == steps - 1:
-            print(f"step {step}: loss {float(loss):.4f}", file=sys.stderr, flush=True)
+            print(f"step {step}: loss {float(loss.detach()):.4f}", file=sys.stderr, flush=True)
     model.to(torch.bfloat16).save_pretrained(path)
 
 
