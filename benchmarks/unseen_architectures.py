@@ -85,10 +85,10 @@ class UnmadeError(Exception):
     """transformers makes no model of a configuration."""
 
 
-def random_checkpoint(path: Path, config: str) -> Path:
-    """A checkpoint of the configuration, its norms around 1, with the demo's tokenizer."""
+def random_checkpoint(path: Path, config: str, **more: object) -> Path:
+    """A checkpoint of the configuration, with `more` of its fields, its norms around 1, with the demo's tokenizer."""
     torch.manual_seed(0)
-    fields = CONFIGURATIONS[config] if config in CONFIGURATIONS else sizes(config)
+    fields = (CONFIGURATIONS[config] if config in CONFIGURATIONS else sizes(config)) | more
     made = getattr(transformers, config.partition("-")[0])(**fields)
     try:
         model: PreTrainedModel = auto_class(made).from_config(made)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from ..core.errors import InputError
 from .declare import MODEL, SCALES, TEXT, Options, Unkeyed, between, interval_of, option
-from .scales import ScaleOptions
+from .scales import ScaleOptions, VisionPatterns
 
 #: What tokenizes: tokenizer.json as it is, or what transformers' AutoTokenizer makes of the files.
 TokenizerChoice = Literal["file", "auto"]
@@ -134,7 +134,8 @@ class MeasureOptions(Options):
 
     `stream` None: stream when the model does not fit in memory. `keep_moments` None: store second moments unless the
     model is streamed and the disk has no room for them. `batches`: measure only the batches from the first up
-    to the second, to be merged later, and choose no scales.
+    to the second, to be merged later, and choose no scales. `vision`: modules beside the language model that are
+    observed where rows with images run.
     """
 
     batch_size: Annotated[int, option(TEXT, "Windows run together.", "N"), between(1)] = 8
@@ -176,6 +177,7 @@ class MeasureOptions(Options):
             text=interval_of,
         ),
     ] = None
+    vision: VisionPatterns = ()
 
 
 @dataclass(frozen=True)

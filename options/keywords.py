@@ -58,6 +58,7 @@ class CalibrateSettings(TypedDict, total=False):
     kv_skip: Sequence[str]
     skip: Sequence[str]
     only: Sequence[str]
+    vision: Sequence[str]
     bf16_weights: float | str
     q_scale: bool
     weight_rounding: Literal["nearest", "gptq", "sequential"]
@@ -272,6 +273,7 @@ class MergeSettings(TypedDict, total=False):
     kv_skip: Sequence[str]
     skip: Sequence[str]
     only: Sequence[str]
+    vision: Sequence[str]
     bf16_weights: float | str
     q_scale: bool
     weight_rounding: Literal["nearest", "gptq", "sequential"]
@@ -324,6 +326,7 @@ class QuantizeSettings(TypedDict, total=False):
     kv_skip: Sequence[str]
     skip: Sequence[str]
     only: Sequence[str]
+    vision: Sequence[str]
     bf16_weights: float | str
     q_scale: bool
     weight_rounding: Literal["nearest", "gptq", "sequential"]
@@ -390,6 +393,7 @@ class RunSettings(TypedDict, total=False):
     kv_skip: Sequence[str]
     skip: Sequence[str]
     only: Sequence[str]
+    vision: Sequence[str]
     bf16_weights: float | str
     q_scale: bool
     weight_rounding: Literal["nearest", "gptq", "sequential"]
@@ -478,6 +482,7 @@ class ScalesSettings(TypedDict, total=False):
     kv_skip: Sequence[str]
     skip: Sequence[str]
     only: Sequence[str]
+    vision: Sequence[str]
     bf16_weights: float | str
     q_scale: bool
     weight_rounding: Literal["nearest", "gptq", "sequential"]

@@ -47,6 +47,17 @@ Terms = Literal[1, 2, "tail", "bf16"]
 WeightRounding = Literal["nearest", "gptq", "sequential"]
 #: The options that `form` took the place of; each goes on as a spelling of it.
 OLDER_SPELLINGS = ("activation_terms", "exact_tail", "two_terms", "tail", "bf16_input")
+#: The type and help of `--vision`, of measuring and of choosing scales.
+VisionPatterns = Annotated[
+    tuple[str, ...],
+    option(
+        SCALES,
+        "Quantize also modules of the vision part whose name matches (* and ?), by rows with images in --data. "
+        "Repeatable.",
+        "PATTERN",
+    ),
+    not_empty,
+]
 #: The default of options of `fp8q scales`, in words.
 AS_THE_RUN_HAS_IT = "as the run has it"
 
@@ -121,6 +132,7 @@ class ScaleOptions(Options):
         option(SCALES, "Quantize only modules whose name matches (* and ?). Repeatable.", "PATTERN"),
         not_empty,
     ] = ()
+    vision: VisionPatterns = ()
     bf16_weights: Annotated[
         float,
         option(
@@ -302,6 +314,12 @@ class ScaleOptions(Options):
             )
         if self.block_scale_grid != "power-of-two" and all(rule.form != BLOCK for rule in self.form_rules):
             raise no_blocks(self.block_scale_grid)
+        if self.vision and self.weight_rounding == "sequential":
+            raise InputError(
+                "--weight-rounding sequential",
+                f"rounds decoder layers one after the other, and --vision {self.vision[0]} names other modules",
+                "give --weight-rounding gptq or nearest, or leave --vision out",
+            )
         self.check_tail()
         self.check_cache()
 
@@ -388,8 +406,8 @@ class ScaleOptions(Options):
 class RescaleOptions(ScaleOptions):
     """Options of `fp8q scales`: those of `ScaleOptions`; options that are not given keep the run's value.
 
-    The method and its own options are always chosen anew. An empty tuple removes the run's `skip`, `only`, `two_terms`,
-    `tail`, `bf16_input` or `kv_skip`.
+    The method and its own options are always chosen anew. An empty tuple removes the run's `skip`, `only`, `vision`,
+    `two_terms`, `tail`, `bf16_input` or `kv_skip`.
     """
 
     def __init__(self, **explicit: Any) -> None:

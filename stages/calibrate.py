@@ -289,8 +289,7 @@ def _checked(run: Run, what: Calibration, notes: Notes, world: World) -> tuple[S
         notes.note(remark)
     if later:
         later.check_fit(source, collected)
-    if collected.image_chats:
-        check_images(source, options, world)
+    check_images(options, world, bool(collected.image_chats))
     collected = with_image_rows(source, tokenizer, collected, options.samples, notes)
     sources.check_weights(run, source, notes)
     return source, gemms, collected

@@ -70,7 +70,7 @@ def _predicted(
 ) -> Costliest:
     """Predict the loss of each weight of the run, whose codes are rounded to nearest, and choose the costliest."""
     predicted = predicted_losses(run, source, WINDOWS, folder, notes, WEIGHTS)
-    scales = load_scales(run)
+    scales = load_scales(run).of_text
     record = load_record(run)
     losses = {loss.module: loss.kl_nats for loss in predicted.modules}
     numbers = {module: weight.channels * gemms.widths[module] for module, weight in scales.weights.items()}

@@ -287,6 +287,7 @@ def _learn_unless_done(run: Run, notes: Notes, data: str | None, options: Distil
     checked_model(run)
     note_base_alone(run, "weights are learned by", notes)
     check_no_blocks(run)
+    check_no_vision(run)
     source = source_of(run)
     scales = scale_options(run)
     if options.scales == "learned" and scales.weight_scale == "tensor":
@@ -502,6 +503,16 @@ def check_no_blocks(run: Run) -> None:
             run.root,
             "has GEMMs in block form, of which nothing is learned",
             f"`fp8q scales {name_in_commands(run.root)} --form dynamic` gives each output channel a scale",
+        )
+
+
+def check_no_vision(run: Run) -> None:
+    """Raise InputError for a run with modules in FP8 that text does not reach."""
+    if load_scales(run).vision:
+        raise InputError(
+            run.root,
+            "has modules in FP8 by --vision, and what is learned from text would leave them rounded to nearest",
+            f"`fp8q scales {name_in_commands(run.root)} --vision ''` keeps them in BF16",
         )
 
 

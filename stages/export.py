@@ -122,7 +122,7 @@ def leave_out(run: Run, asked: ExportOptions, notes: Notes) -> None:
     inputs = checked_model(run)
     for path in fp8_graphs(run):
         path.unlink(missing_ok=True)
-    refuse(run, Key(inputs, asked, IN_BLOCKS), graph_refusal({*load_scales(run).forms.values()}) or LEFT_OUT, notes)
+    refuse(run, Key(inputs, asked, IN_BLOCKS), _refused_by_scales(run) or LEFT_OUT, notes)
 
 
 def traced_form(run: Run, asked: ExportOptions) -> WeightScale | None:
@@ -144,13 +144,18 @@ def traced_form(run: Run, asked: ExportOptions) -> WeightScale | None:
 
 
 def why_no_graph(run: Run) -> str | None:
-    """The reason why no graph can be made of the checkpoint in `run`, by its forms and its classes; None where none is
+    """The reason why no graph can be made of the checkpoint in `run`, by its scales and its classes; None where none is
     found before tracing.
     """
-    if reason := graph_refusal({*load_scales(run).forms.values()}):
+    if reason := _refused_by_scales(run):
         return reason
     model, _ = empty_model(written_config(run.model), torch.bfloat16)
     return unsupported(model.eval())
+
+
+def _refused_by_scales(run: Run) -> str | None:
+    scales = load_scales(run)
+    return graph_refusal({*scales.forms.values()}, scales.vision or ())
 
 
 @contextmanager

@@ -194,7 +194,7 @@ def _beginning(task: FormTask) -> tuple[Mapping[str, Sequence[str]], Mix]:
     """
     progress = task.progress
     if progress.first_mix is None:
-        scales = load_scales(task.run)
+        scales = load_scales(task.run).of_text
         progress.groups = groups_among(load_record(task.run).groups.values(), scales.activations)
         progress.first_mix = asdict(mix_of_run(scales, progress.groups))
         progress.save()

@@ -73,7 +73,7 @@ def _learn(what: Learning[AdapterLearningOptions], folder: Path, notes: Notes) -
     text = what.text
     teacher, other = (load_model(what.source, torch.float32, where).requires_grad_(False) for _ in range(2))
     stored = open_codes(run.model, "exact", torch.float32, where)
-    student, layers = student_of(other, stored, load_scales(run).activations, FrozenLinear)
+    student, layers = student_of(other, stored, load_scales(run).of_text.activations, FrozenLinear)
     modules = adaptable(student, list(layers))
     if not modules:
         raise InputError(

@@ -34,7 +34,7 @@ from ..calibrate.text.packing import Packing
 from ..core.errors import InputError
 from ..core.files import Strict, disk_errors, sha256_file
 from ..core.output_folder import WorkFolder
-from ..core.reporter import SILENT, Reporter
+from ..core.reporter import Reporter
 from ..core.run import Run
 from ..core.undo import scratch
 from ..options import CalibrateOptions, MeasureOptions
@@ -106,17 +106,21 @@ def check_batches(options: CalibrateOptions, windows: int, world: World) -> None
         raise no_scale(options.clip, batches)
 
 
-def check_images(source: Source, options: CalibrateOptions, world: World) -> None:
-    """Raise InputError where rows with images cannot be measured: they run through the whole model, in one process."""
+def check_images(options: CalibrateOptions, world: World, rows: bool) -> None:
+    """Raise InputError where there are `rows` with images and several processes or parts to measure them in, and where
+    there are none for `--vision`.
+    """
+    if not rows:
+        if options.vision:
+            raise InputError(
+                f"--vision {options.vision[0]}",
+                "takes the inputs of rows with images, and --data has none",
+                "give chats with images too, with --chat-template, or leave it out",
+            )
+        return
     if world.size > 1 or options.batches:
         how = f"{world.size} ranks" if world.size > 1 else "--batches"
         raise InputError(how, "rows with images are measured by one process, in one run", "leave the rows out")
-    if streamed(source, options.stream, Notes(SILENT)):
-        raise InputError(
-            "--stream",
-            f"rows with images are measured with the whole of {source.name} in memory",
-            "leave the rows out, or calibrate where it fits",
-        )
 
 
 def check_experts(source: Source, gemms: ModelGemms, options: MeasureOptions) -> None:
@@ -192,6 +196,7 @@ def measure(
     gathered_as = spending.key if spending else str(stored)
     inputs = {**key.inputs, "moments": gathered_as, "all_experts": str(options.all_experts)}
     inputs |= {f"adapter {adapter.name}": adapter.fingerprint for adapter in source.adapters}
+    inputs |= {f"vision {pattern}": "observed" for pattern in options.vision}
     task = task_of(source, windows, rows, texts, options, inputs)
     task = task.model_copy(update={"stream": stream, "moments": bool(moments)})
     if world.size > 1:
@@ -207,7 +212,7 @@ def measure(
             store = SpentMoments(folder / "moments", spending.spend) if spending else gathered
             share = measured_share(task, windows, world, store)
             if rows:
-                share = replace(share, images=row_inputs(source, rows))
+                share = replace(share, images=row_inputs(source, rows), vision=options.vision)
             statistics = world.added(run_model(source, share, notes, folder, stream))
         log.outputs += [*save_statistics(run, statistics), *sorted(run.moments.glob("*.npy"))]
 

@@ -101,8 +101,10 @@ class Planned:
 
     @property
     def tokens(self) -> int:
-        """The tokens that are calibrated on."""
-        return int(self.collected.windows.size)
+        """The tokens that are calibrated on, those of rows with images among them."""
+        images = self.collected.images
+        of_rows = sum(row.tokens for row in images.calibration) if images else 0
+        return int(self.collected.windows.size) + of_rows
 
     @property
     def begin(self) -> float:

@@ -13,7 +13,7 @@ import torch
 
 from ..calibrate.measure.moments import FIRST
 from ..calibrate.measure.statistics import Statistics, load_arrays, load_statistics
-from ..calibrate.model.gemms import attention_heads, observed_gemms, output_channel_axis
+from ..calibrate.model.gemms import attention_heads, observed_gemms, output_channel_axis, vision_gemms
 from ..calibrate.model.source import Source, meta_model
 from ..calibrate.ranks.world import World
 from ..core.errors import InputError
@@ -42,9 +42,11 @@ from ..quantize.scales.decisions import Scales
 from ..quantize.scales.expert_scales import starved
 from ..quantize.scales.policy import (
     ModelGemms,
+    check_measured,
     mixed_experts_warning,
     mixed_group_warning,
     shared_input_notes,
+    vision_tail_note,
 )
 from ..quantize.weights.channels import (
     LEAST_HELD_OUT,
@@ -123,8 +125,10 @@ def quantize(
     statistics = load_statistics(run)
     if options.bf16_weights:
         gemms = replace(gemms, stay={**gemms.stay, **stay_reasons(load_costliest(run), options.bf16_weights)})
+    check_measured(gemms, options, group_of(statistics.record.groups))
     choose = inherited_scales if options.inherit else choose_scales
     scales = choose(source, statistics, gemms, options)
+    scales = scales.model_copy(update={"vision": gemms.named_vision or None})
     exported = has_graphs(run)
     if options.q_scale:
         queries, _ = load_arrays(run.require(run.queries, "queries"))
@@ -191,6 +195,7 @@ def identity(key: Key[ScaleOptions, QuantizeFacts]) -> str:
         "bf16_weights": 0.0,
         "weigh_first_token": False,
         "weigh_outputs": 0,
+        "vision": [],
     }
     for name, default in younger.items():
         if options[name] == default:
@@ -227,7 +232,7 @@ def _note_choices(source: Source, statistics: Statistics, scales: Scales, option
     for module, decision in scales.skipped.items():
         if decision.samples is not None:
             notes.note(f"{module}: stays in BF16: {decision.reason}")
-    for line in shared_input_notes(options, scales.forms):
+    for line in shared_input_notes(options, scales.of_text.forms):
         notes.note(line)
     groups = statistics.record.groups
     least = options.min_expert_tokens
@@ -247,7 +252,7 @@ def _note_choices(source: Source, statistics: Statistics, scales: Scales, option
     if compensated and (remark := judged_experts_note(scales, layers, options.weight_rounding)):
         notes.note(remark)
     split = mixed_group_warning(groups.values(), scales, layers), mixed_experts_warning(layers, scales)
-    for remark in (*split, *inherited_remarks(source, groups, scales, options)):
+    for remark in (*split, vision_tail_note(options, scales), *inherited_remarks(source, groups, scales, options)):
         if remark:
             notes.note(remark)
 
@@ -419,7 +424,9 @@ class LayerRounding:
     @cached_property
     def axes(self) -> dict[str, Literal[0, 1]]:
         """The axis of output channels in the weight of each module."""
-        return {name: output_channel_axis(module) for name, module in observed_gemms(meta_model(self.source)).items()}
+        model = meta_model(self.source)
+        modules = observed_gemms(model) | vision_gemms(model, self.options.vision)
+        return {name: output_channel_axis(module) for name, module in modules.items()}
 
     @property
     def key(self) -> str:

@@ -101,7 +101,7 @@ def predicted_losses(
 def _locate(
     run: Run, source: Source, options: SensitivityOptions, folder: Path, notes: Notes, kinds: Collection[Kind] = KINDS
 ) -> Sensitivity:
-    scales = load_scales(run)
+    scales = load_scales(run).of_text
     where = device()
     model = load_model(source, torch.float32, where).requires_grad_(False)
     quantizer = Quantizer(model, load_reference(run.model, "exact", torch.float32, where), scales)
@@ -153,7 +153,7 @@ def _sites(run: Run, scales: Scales, kinds: Collection[Kind]) -> list[Site]:
 def _locate_streamed(
     run: Run, source: Source, options: SensitivityOptions, folder: Path, notes: Notes, kinds: Collection[Kind] = KINDS
 ) -> Sensitivity:
-    scales = load_scales(run)
+    scales = load_scales(run).of_text
     where = device()
     sites = _sites(run, scales, kinds)
     ids, windows = _batches(run, options, "cpu")

@@ -154,7 +154,7 @@ def predicted_candidates(
     """Choose scales and round weights in every way, by `gptq` on the `batches` for rounding, and predict the loss of
     each choice on those for choosing. Results are stored in `folder`.
     """
-    scales = load_scales(run)
+    scales = load_scales(run).of_text
     options = run.options(QUANTIZE)
     statistics = load_statistics(run)
     candidates = _candidates(run, source, scales, statistics, folder, notes)

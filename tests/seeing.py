@@ -1,107 +1,60 @@
-"""Small models that see: random checkpoints of published classes with a processor of images, and pictures.
-
-The demo's tokenizer gets the tokens that a processor needs in the place of its last merges, whose ids are the model's.
-Processors are described by files as published checkpoints have them.
+"""Checkpoints, pictures and rows of small models that see, in a folder; transformers' own inputs of rows, and what
+reaches modules.
 """
 
 import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import numpy as np
-import pytest
-from PIL import Image
+import torch
+from seeing_models import PROCESSORS, asking, picture, seeing_checkpoint, write_rows
+from transformers import AutoProcessor
 
-#: The template of a chat with parts; `IMAGE` stands for the text that marks an image.
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>"
-    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
-)
-#: Of each configuration: the tokens in the place of the last ids, by their names in the tokenizer's configuration; the
-#: mark of an image in the template; the processor's files.
-PROCESSORS: dict[str, tuple[dict[str, str], str, dict[str, dict[str, Any]]]] = {
-    "Gemma3Config": (
-        {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
-        "<start_of_image>",
-        {
-            "preprocessor_config.json": {
-                "image_processor_type": "Gemma3ImageProcessor", "processor_class": "Gemma3Processor",
-                "size": {"height": 28, "width": 28},
-            },
-            "processor_config.json": {"image_seq_length": 4, "processor_class": "Gemma3Processor"},
-        },
-    ),
-    "LlavaConfig": (
-        {"image_token": "<image>"},
-        "<image>",
-        {
-            "preprocessor_config.json": {
-                "image_processor_type": "CLIPImageProcessor", "processor_class": "LlavaProcessor",
-                "size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28},
-            },
-            "processor_config.json": {
-                "processor_class": "LlavaProcessor", "patch_size": 14, "num_additional_image_tokens": 1,
-                "vision_feature_select_strategy": "default", "image_token": "<image>",
-            },
-        },
-    ),
-}  # fmt: skip
+#: The pictures of `seeing_folder`.
+PICTURES = 12
 
 
-def seeing_checkpoint(path: Path, config: str, unseen: ModuleType) -> Path:
-    """A random checkpoint of the configuration, with tokenizer, chat template and processor."""
-    special, mark, files = PROCESSORS[config]
-    with pytest.MonkeyPatch.context() as patch:
-        if config == "LlavaConfig":
-            patch.setitem(unseen.CONFIGURATIONS, config, unseen.CONFIGURATIONS[config] | {"image_token_index": 2047})
-        unseen.random_checkpoint(path, config)
-    with_tokens(path, special)
-    (path / "chat_template.jinja").write_text(TEMPLATE.replace("IMAGE", mark), encoding="utf-8")
-    for name, content in files.items():
-        (path / name).write_text(json.dumps(content), encoding="utf-8")
-    return path
+def seeing_folder(folder: Path, words: str) -> None:
+    """Write to `folder` a checkpoint of each of `PROCESSORS`, pictures, rows that ask about them, and texts of
+    `words`.
+    """
+    for config in PROCESSORS:
+        seeing_checkpoint(folder / config, config)
+    for number in range(PICTURES):
+        picture(folder / f"{number}.png", number, (40 + 8 * (number % 3), 32))
+    (folder / "text.txt").write_text(words[:10_000], encoding="utf-8")
+    rows = [asking(f"{number}.png", f"What is in picture {number}?") for number in range(PICTURES)]
+    plain = [{"messages": [{"role": "user", "content": text}]} for text in words[10_000:].split("\n\n")]
+    write_rows(folder / "images.jsonl", rows)
+    write_rows(folder / "mixed.jsonl", [*rows[:6], *plain, *rows[6:]])
+    write_rows(folder / "plain.jsonl", plain)
 
 
-def with_tokens(path: Path, special: dict[str, str]) -> None:
-    """Put `special` tokens in the place of the last of the vocabulary in `path`."""
-    file = path / "tokenizer.json"
-    fields = json.loads(file.read_text(encoding="utf-8"))
-    model = fields["model"]
-    first = len(model["vocab"]) - len(special)
-    merged = {"".join(pair) for pair in model["merges"]}
-    gone = {token for token, number in model["vocab"].items() if number >= first}
-    assert gone <= merged
-    model["vocab"] = {token: number for token, number in model["vocab"].items() if number < first}
-    model["merges"] = [pair for pair in model["merges"] if "".join(pair) not in gone]
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    fields["added_tokens"] += [
-        {"id": number, "content": token} | plain for number, token in enumerate(special.values(), first)
-    ]
-    file.write_text(json.dumps(fields), encoding="utf-8")
-    config: dict[str, Any] = {"tokenizer_class": "TokenizersBackend", "bos_token": "<s>", "eos_token": "</s>"}
-    config["extra_special_tokens"] = special
-    (path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+def transformers_inputs(model: Path, rows: list[dict[str, Any]], folder: Path) -> list[Mapping[str, torch.Tensor]]:
+    """The inputs that transformers' own processor makes of rows, by its own reading of template and images."""
+    processor: Any = AutoProcessor.from_pretrained(model)
+    made = []
+    for row in rows:
+        chat = json.loads(json.dumps(row["messages"]))
+        chat[0]["content"][0]["path"] = str(folder / chat[0]["content"][0]["path"])
+        made.append(processor.apply_chat_template(chat, tokenize=True, return_dict=True, return_tensors="pt"))
+    return made
 
 
-def picture(path: Path, seed: int = 0, size: tuple[int, int] = (40, 32)) -> Path:
-    """Save noise of bright and dark patches, of `size`, in the format of the suffix."""
-    drawn = np.random.default_rng(seed)
-    cells = drawn.integers(0, 256, (size[1] // 8, size[0] // 8, 3), dtype=np.uint8)
-    Image.fromarray(cells.repeat(8, 0).repeat(8, 1)).save(path)
-    return path
+@contextmanager
+def inputs_watched(model: torch.nn.Module, names: list[str]) -> Iterator[dict[str, list[float]]]:
+    """The largest magnitude of the input of each module, of one pass after the other."""
+    amax: dict[str, list[float]] = defaultdict(list)
 
+    def watch(name: str) -> Callable[..., None]:
+        return lambda module, inputs: amax[name].append(float(inputs[0].abs().max()))
 
-def asking(
-    name: str, question: str = "What is in the picture?", answer: str = "Some coloured squares."
-) -> dict[str, Any]:
-    """A row that asks about the picture `name`."""
-    content = [{"type": "image", "path": name}, {"type": "text", "text": question}]
-    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]}
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Write `rows` as JSON lines."""
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    return path
+    handles = [model.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names]
+    try:
+        yield amax
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache, PreTrainedModel
 
 from ..input.silence import quiet_transformers
@@ -86,7 +85,7 @@ class LayerChain(ABC):
                     continue
                 tokens = torch.from_numpy(ids).to(self.device)
                 with observing(batch) if observing else nullcontext(new_cache(model)) as cache:
-                    recorded, hidden = record_calls(model, self.layers, self.layer_output, tokens, cache)
+                    recorded, hidden = record_calls(model, self.layers, self.layer_output, {"input_ids": tokens}, cache)
                 if not equal_calls(calls.setdefault(ids.shape, recorded), recorded):
                     raise NoChainError(self.described, "gives its decoder layers more of the text than hidden states")
                 if keep is not None:
@@ -101,10 +100,7 @@ def cloned_calls(calls: Mapping[tuple[int, ...], list[LayerCall]]) -> dict[tuple
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         return copies.setdefault(id(tensor), tensor.clone())
 
-    return {
-        shape: [LayerCall(*tree_map_only(torch.Tensor, copy, (call.args, call.kwargs))) for call in made]
-        for shape, made in calls.items()
-    }
+    return {shape: [call.with_tensors(copy) for call in made] for shape, made in calls.items()}
 
 
 class Chain(LayerChain):

@@ -1,7 +1,9 @@
-"""Store the hidden states that enter or leave a decoder layer, of all batches, in a file that is mapped to memory."""
+"""Store the hidden states that enter or leave a decoder layer, of all batches, in a file that is mapped to memory; and
+the arguments of layers for a row with images, in a file of its own.
+"""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -12,14 +14,40 @@ import numpy.typing as npt
 import torch
 
 from ..model.copies import Copies
-from ..model.decoder import LayerOutput
+from ..model.decoder import LayerCall, LayerOutput
 
+#: What the places of tensors in a file are multiples of, as views of the largest type need it.
+ALIGNED = 16
 Batches = Mapping[int, npt.NDArray[np.int64]]
 
 
 def states_bytes(batches: Batches, output: LayerOutput) -> int:
     """The bytes of the hidden states of all batches at one place."""
     return sum(ids.size for ids in batches.values()) * output.width * output.dtype.itemsize
+
+
+def mapped_calls(calls: Sequence[LayerCall], path: Path) -> list[LayerCall]:
+    """Write the tensors of `calls`, each once, to the file at `path`, and map them to memory from there, whose pages
+    can leave it.
+    """
+    tensors: dict[int, torch.Tensor] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.setdefault(id(tensor), tensor)
+        return tensor
+
+    for call in calls:
+        call.with_tensors(note)
+    ends = np.cumsum([-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors.values()] or [0])
+    with open(path, "wb") as handle:
+        os.posix_fallocate(handle.fileno(), 0, max(int(ends[-1]), 1))
+    stored = torch.from_numpy(np.memmap(path, np.uint8, "r+"))
+    mapped: dict[int, torch.Tensor] = {}
+    for (key, tensor), end in zip(tensors.items(), ends.tolist(), strict=False):
+        start = end - -(-tensor.nbytes // ALIGNED) * ALIGNED
+        mapped[key] = stored[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        mapped[key].copy_(tensor)
+    return [call.with_tensors(lambda tensor: mapped[id(tensor)]) for call in calls]
 
 
 def files_in_turn(folder: Path, name: str) -> list[Path]:

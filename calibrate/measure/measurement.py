@@ -25,10 +25,10 @@ from ...core.memory import release_memory
 from ...core.reporter import Reporter
 from ..input.untrusted import error_text, foreign
 from ..model.expert_modules import routed_gemms
-from ..model.gemms import observed_gemms, output_channel_axis
+from ..model.gemms import observed_gemms, output_channel_axis, vision_gemms
 from ..model.processor import Inputs, RowInputs
 from .moments import SecondMoments
-from .observe import Watch, probe_groups
+from .observe import Watch, image_groups, probe_groups
 from .statistics import (
     Corpus,
     ModelIdentity,
@@ -51,7 +51,8 @@ class Measurement:
 
     `batches`: indices of the batches to run, in that order; None for all. `moments`: the store that second moments of
     the inputs are added to; None for none. `all_experts`: run every expert on every token. `images`: the rows with
-    images of the corpus, each a batch of its own behind those of the windows.
+    images of the corpus, each a batch of its own behind those of the windows. `vision`: shell patterns of linear layers
+    that text does not reach, which are observed where rows with images run.
     """
 
     windows: npt.NDArray[np.int64]
@@ -61,13 +62,14 @@ class Measurement:
     moments: SecondMoments | None = None
     all_experts: bool = False
     images: RowInputs | None = None
+    vision: Sequence[str] = ()
 
     @cached_property
     def parts(self) -> dict[int, npt.NDArray[np.int64]]:
         """Index of a batch of windows -> int64 [at most batch_size, seq_len], in the order in which they run."""
         size = self.corpus.batch_size
         chosen = range(self._first_row) if self.batches is None else self.batches
-        return {batch: self.windows[batch * size : (batch + 1) * size] for batch in chosen}
+        return {batch: self.windows[batch * size : (batch + 1) * size] for batch in chosen if batch < self._first_row}
 
     @property
     def _first_row(self) -> int:
@@ -80,6 +82,15 @@ class Measurement:
         rows = self.images.rows if self.images else ()
         sizes = {batch: ids.size for batch, ids in self.parts.items()}
         return sizes | {batch: row.tokens for batch, row in enumerate(rows, self._first_row)}
+
+    @cached_property
+    def shapes(self) -> dict[int, npt.NDArray[np.int64]]:
+        """Index of a batch -> an array of the shape of its tokens, in the order in which they run: those of windows,
+        and for each row with images one that holds nothing.
+        """
+        rows = {batch: size for batch, size in self.sizes.items() if batch not in self.parts}
+        nothing = np.zeros((), np.int64)
+        return self.parts | {batch: np.broadcast_to(nothing, (1, size)) for batch, size in rows.items()}
 
     def inputs(self, batch: int) -> Inputs:
         """Make the model's inputs of a batch; raises InputError for a row with images that is not as it was."""
@@ -173,6 +184,10 @@ def measure_in_memory(
     """
     modules = observed_gemms(model)
     groups = probe_groups(model, modules)
+    if what.images and what.vision:
+        blind = vision_gemms(model, what.vision)
+        groups |= image_groups(model, blind, what.images[0])
+        modules |= blind
     watch = Watch(model, modules, groups, what.corpus.batches, what.moments, what.all_experts)
     saved = None if folder is None else SavedBatches(folder, what.moments)
     done, before = saved.load(what.corpus.batches) if saved else (0, {})

@@ -39,6 +39,15 @@ def probe_groups(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> di
     return groups
 
 
+def image_groups(model: PreTrainedModel, modules: Mapping[str, nn.Module], inputs: Inputs) -> dict[str, list[str]]:
+    """Group `modules`, which text does not reach, as `probe_groups` does, by a forward pass of the `inputs` of a row
+    with images.
+    """
+    with recorded_groups(modules) as groups, torch.inference_mode():
+        model.base_model(**on_device(inputs, model), use_cache=False)
+    return groups
+
+
 @contextmanager
 def recorded_groups(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[str]]]:
     """Record the groups of `modules` during the forward pass in this block; the mapping is empty until it ends."""

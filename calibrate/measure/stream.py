@@ -10,11 +10,14 @@ the hidden states of the batch before are written (`model.copies`).
 
 A step (the modules before the layers, each layer, the modules after them) reads one file of hidden states, writes the
 other, and ends with a file of its statistics; a killed run goes on after the last complete step.
+
+Rows with images enter the first layer with the embeddings of what is seen among those of tokens: the vision part runs
+once, before the layers. A model that adds features of images between its layers is no chain.
 """
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -26,16 +29,20 @@ from transformers import DynamicCache
 
 from ...core.columns import size as size_text
 from ...core.errors import InputError
+from ...core.memory import release_memory
 from ...core.output_folder import Saved
 from ...core.reporter import Reporter
+from ..model.classes import non_text_modules
 from ..model.copies import Copies, copies_of
-from ..model.decoder import LayerCall, LayerOutput, run_after
+from ..model.decoder import LayerCall, LayerOutput, NoChainError, record_row, run_after
 from ..model.expert_modules import routed_gemms
+from ..model.gemms import vision_gemms
+from ..model.processor import Inputs, on_device
 from ..model.source import Source
 from .chain import Chain, LayerChain, Observing
-from .hidden_states import Batches, HiddenStates, files_in_turn, states_bytes
+from .hidden_states import Batches, HiddenStates, files_in_turn, mapped_calls, states_bytes
 from .measurement import Measurement, weight_amax
-from .observe import Watch
+from .observe import Watch, recorded_groups
 from .statistics import Statistics, TensorStatistics, added_tensors, load_arrays, save_arrays
 
 #: The remedy for a disk without the room, besides freeing some.
@@ -72,7 +79,8 @@ def _added(steps: Iterable[Path]) -> tuple[dict[str, TensorStatistics], dict[str
 @dataclass
 class LayerPass:
     """A model's batches on their way through its layers, one layer after the other: the hidden states that enter the
-    next layer and those that leave it, in turn, and the arguments of all layers by the shape of a batch.
+    next layer and those that leave it, in turn, and the arguments of all layers by the shape of a batch, or by its
+    number for rows with images, whose arguments are their own.
     """
 
     chain: LayerChain
@@ -80,6 +88,7 @@ class LayerPass:
     states: tuple[HiddenStates, HiddenStates]
     copies: Copies
     calls: dict[tuple[int, ...], list[LayerCall]] = field(default_factory=dict)
+    row_calls: dict[int, list[LayerCall]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, chain: LayerChain, batches: Batches, files: Sequence[Path]) -> Self:
@@ -98,7 +107,13 @@ class LayerPass:
         with self.states[(index + 1) % 2].writing(self.copies) as write:
             for batch, hidden in self.states[index % 2].on_device(self.copies):
                 with observing(batch) as cache:
-                    write(batch, self.calls[self.batches[batch].shape][index].run(layer, hidden, cache))
+                    write(batch, self._call(batch, index).run(layer, hidden, cache))
+
+    def _call(self, batch: int, index: int) -> LayerCall:
+        """The arguments of layer `index` for a batch."""
+        if batch in self.row_calls:
+            return self.row_calls[batch][index].with_tensors(lambda tensor: tensor.to(self.chain.device))
+        return self.calls[self.batches[batch].shape][index]
 
     def leaving(self, batch: int) -> torch.Tensor:
         """The hidden states of a batch that left the last layer."""
@@ -145,30 +160,58 @@ class Stream(Chain):
     """
 
     def __init__(self, source: Source, what: Measurement, folder: Path, device: str):
-        """Make the model without weights and check the disk's room for the hidden states of `what.parts`.
+        """Make the model without weights and check the disk's room for the hidden states of all batches.
 
         Raises InputError where there is too little, and for a model that is no chain of layers.
         """
         super().__init__(source, device)
         self.what = what
         self.folder = folder
+        self.vision = [*non_text_modules(self.model)]
+        if what.images:
+            self._check_vision()
+            self._group_vision(what.images[0])
         files = files_in_turn(folder, "hidden")
-        check_space(folder, files, states_bytes(what.parts, self.layer_output), "--stream")
-        self.hidden = LayerPass.of(self, what.parts, files)
+        check_space(folder, files, states_bytes(what.shapes, self.layer_output), "--stream")
+        self.hidden = LayerPass.of(self, what.shapes, files)
+
+    def _check_vision(self) -> None:
+        """Raise NoChainError for parameters that text does not reach and that transformers makes of other tensors."""
+        for name in self.vision:
+            for key, _ in self.model.get_submodule(name).named_parameters(recurse=False):
+                if not self.weights.has(f"{name}.{key}"):
+                    raise NoChainError(self.described, f"stores {name}.{key} in another form than it computes in")
+
+    def _group_vision(self, inputs: Inputs) -> None:
+        """Add the groups of the modules that `--vision` names, by the `inputs` of a row with images."""
+        named = vision_gemms(self.model, self.what.vision)
+        if named:
+            with self._open_vision(), recorded_groups(named) as groups:
+                self._record_row(inputs, None)
+            self.groups |= groups
+            self.gemms |= named
+
+    def _open_vision(self) -> AbstractContextManager[None]:
+        """Give all modules outside the layers their weights, those that text does not reach too."""
+        return self.weights.filled([*self.outside, *self.vision], resident=False)
+
+    def _record_row(self, inputs: Inputs, cache: DynamicCache | None) -> tuple[list[LayerCall], torch.Tensor]:
+        moved = on_device(inputs, self.model, self.device)
+        return record_row(self.model, self.layers, self.layer_output, moved, cache, self.described)
 
     def run(self, report: Reporter) -> None:
         """Run all steps that are not finished."""
         steps = layers_to_run(self._file, self.layers.count, report)
         if self.what.moments is not None:
             self.what.moments.resume(steps.start, self.what.corpus.batches)
-        self._before(0 not in steps)
+        self._before(0 not in steps, report)
         remaining = [step for step in steps if step]
         with report.track(
             f"Calibrating {len(remaining)} layers, one by one", len(remaining) * self.what.tokens, "tokens"
         ) as advance:
             for step in remaining:
                 self._layer(step, advance)
-        if self._watched(None):
+        if self._watched(None).keys() - set(self.vision):
             self._after()
 
     def _file(self, step: int) -> Path:
@@ -192,19 +235,39 @@ class Stream(Chain):
     def _weight_amax(self, layer: int | None) -> dict[str, npt.NDArray[np.float32]]:
         return {name: weight_amax(module) for name, module in self.gemms.items() if self.layers.index(name) == layer}
 
-    def _tokens(self, batch: int) -> torch.Tensor:
-        return torch.from_numpy(self.what.parts[batch]).to(self.device)
-
-    def _before(self, done: bool) -> None:
+    def _before(self, done: bool, report: Reporter) -> None:
         """Step 0: write the hidden states that enter the first layer, unless they are complete (`done`), and find the
         arguments of all layers. Raises InputError when these depend on the text.
         """
         watch = self._watch(None, 0, again=done)
-        self.hidden.enter(done, watch.observing)
+        keep = None if done else self.hidden.states[0].write
+        self.hidden.calls = self.enter(self.what.parts, keep, watch.observing)
+        if self.what.images:
+            self._enter_rows(keep, watch.observing, report)
+        self.hidden.states[0].flush()
         if not done:
             outside = [name for name in self.gemms if self.layers.index(name) is None]
             with self.weights.filled(outside, resident=False):
                 self._save(0, watch, self._weight_amax(None))
+
+    def _enter_rows(
+        self, keep: Callable[[int, torch.Tensor], None] | None, observing: Observing, report: Reporter
+    ) -> None:
+        """Run rows with images through all that comes before the layers, the vision part among it; `keep` the hidden
+        states that enter the first layer, with the embeddings of images among them.
+
+        Masks and positions are a row's own, and stay on the disk.
+        """
+        rows = [batch for batch in self.what.sizes if batch not in self.what.parts]
+        with self._open_vision(), report.track("Looking at images", len(rows), "rows") as advance:
+            for batch in rows:
+                with self.what.blamed(batch), observing(batch) as cache:
+                    calls, hidden = self._record_row(self.what.inputs(batch), cache)
+                self.hidden.row_calls[batch] = mapped_calls(calls, self.folder / f"row-{batch}")
+                if keep is not None:
+                    keep(batch, hidden)
+                release_memory()
+                advance(1)
 
     def _layer(self, step: int, advance: Callable[[int], None]) -> None:
         """Step n: run all batches through decoder layer n - 1."""
@@ -215,7 +278,7 @@ class Stream(Chain):
         def observing(batch: int) -> Iterator[DynamicCache]:
             with watch.observing(batch) as cache:
                 yield cache
-            advance(self.what.parts[batch].size)
+            advance(self.what.sizes[batch])
 
         with self.weights.filled(self.inside(index)), torch.inference_mode():
             if step < self.layers.count:
@@ -228,16 +291,11 @@ class Stream(Chain):
     def _after(self) -> None:
         """The last step, for models with GEMMs after their layers."""
         watch = self._watch(None, self.layers.count + 1)
-        with self.weights.filled(self.outside, resident=False):
-            for batch in self.what.parts:
-                run_after(
-                    self.model,
-                    self.layers,
-                    self.layer_output,
-                    self._tokens(batch),
-                    self.hidden.leaving(batch),
-                    watch.observing(batch),
-                )
+        with self._open_vision() if self.what.images else self.weights.filled(self.outside, resident=False):
+            for batch in self.what.sizes:
+                inputs = on_device(self.what.inputs(batch), self.model, self.device)
+                leaving = self.hidden.leaving(batch)
+                run_after(self.model, self.layers, self.layer_output, inputs, leaving, watch.observing(batch))
         self._save(self.layers.count + 1, watch, {})
 
     def _save(self, step: int, watch: Watch, amax: Mapping[str, npt.NDArray[np.float32]]) -> None:

@@ -20,6 +20,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from ...core.errors import InputError
 from .caches import new_cache
 from .gemms import language_modules
+from .processor import Inputs
 
 #: Placeholders for the hidden states and the cache in the recorded arguments of a layer.
 HIDDEN = object()
@@ -68,6 +69,10 @@ class LayerCall:
         return cls(
             first + tuple(map(_no_cache, args[1:])), {name: _no_cache(value) for name, value in kwargs.items()} | names
         ), hidden
+
+    def with_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "LayerCall":
+        """Return these arguments with each tensor changed."""
+        return LayerCall(*tree_map_only(torch.Tensor, change, (self.args, self.kwargs)))
 
     def run(self, layer: nn.Module, hidden: torch.Tensor, cache: DynamicCache | None) -> torch.Tensor:
         """Call `layer` on `hidden` with these arguments; return its hidden states.
@@ -248,10 +253,16 @@ def standing_in(layers: Sequence[nn.Module], forwards: Sequence[Forward]) -> Ite
 
 
 def record_calls(
-    model: PreTrainedModel, layers: Layers, output: LayerOutput, input_ids: torch.Tensor, cache: DynamicCache | None
+    model: PreTrainedModel,
+    layers: Layers,
+    output: LayerOutput,
+    inputs: Inputs,
+    cache: DynamicCache | None,
+    see: Callable[[torch.Tensor], None] = lambda hidden: None,
 ) -> tuple[list[LayerCall], torch.Tensor]:
-    """Record the arguments of each layer for `input_ids` int64 [windows, seq_len], and the hidden states that enter the
-    first layer. `cache` None: the model runs without one.
+    """Record the arguments of each layer for the `inputs` of a batch, and the hidden states that enter the first layer.
+
+    `cache` None: the model runs without one; `see` gets the hidden states that enter each layer.
     """
     calls: list[LayerCall] = []
     entering: list[torch.Tensor] = []
@@ -260,13 +271,38 @@ def record_calls(
         call, hidden = LayerCall.split(args, kwargs)
         calls.append(call)
         entering.append(hidden)
+        see(hidden)
         if len(calls) == layers.count:
             raise LayersReached
         return output.wrap(hidden)
 
     with standing_in(layers.modules(model), [pass_on] * layers.count), torch.inference_mode(), suppress(LayersReached):
-        model.base_model(input_ids=input_ids, past_key_values=cache, use_cache=cache is not None)
+        model.base_model(**inputs, past_key_values=cache, use_cache=cache is not None)
     return calls, entering[0]
+
+
+def record_row(
+    model: PreTrainedModel,
+    layers: Layers,
+    output: LayerOutput,
+    inputs: Inputs,
+    cache: DynamicCache | None,
+    source: Described,
+) -> tuple[list[LayerCall], torch.Tensor]:
+    """`record_calls` of the `inputs` of a row with images, through all of the model but its layers.
+
+    Raises NoChainError where the model changes hidden states between its layers, as some add features of images there.
+    """
+    first: list[torch.Tensor] = []
+
+    def see(hidden: torch.Tensor) -> None:
+        if not first:
+            first.append(hidden.clone())
+        elif not torch.equal(hidden, first[0]):
+            raise NoChainError(source, "adds what it sees in images to hidden states between its layers")
+
+    calls, _ = record_calls(model, layers, output, inputs, cache, see)
+    return calls, first[0]
 
 
 @contextmanager
@@ -298,11 +334,11 @@ def run_after(
     model: PreTrainedModel,
     layers: Layers,
     output: LayerOutput,
-    input_ids: torch.Tensor,
+    inputs: Inputs,
     leaving: torch.Tensor,
     observing: AbstractContextManager[DynamicCache],
 ) -> None:
-    """Run the modules behind the layers on `leaving`, the hidden states of the last layer.
+    """Run the modules behind the layers on `leaving`, the hidden states of the last layer for the `inputs` of a batch.
 
     `observing` is entered just before they run.
     """
@@ -313,7 +349,7 @@ def run_after(
             return leaving
 
         stack.enter_context(leaving_layers(model, layers, output, leave))
-        model.base_model(input_ids=input_ids, past_key_values=new_cache(model), use_cache=True)
+        model.base_model(**inputs, past_key_values=new_cache(model), use_cache=True)
 
 
 def equal_calls(mine: Sequence[LayerCall], theirs: Sequence[LayerCall]) -> bool:

@@ -6,7 +6,9 @@ stays in BF16. ModelOpt's registry gives the same answers by a list of classes, 
 """
 
 import re
+from collections.abc import Sequence
 from copy import copy
+from fnmatch import fnmatchcase
 from inspect import unwrap
 from typing import Literal
 
@@ -37,6 +39,23 @@ def language_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if name not in others}
 
 
+def vision_modules(model: PreTrainedModel, patterns: Sequence[str] = ("*",)) -> dict[str, nn.Module]:
+    """The linear layers of `model` that text does not reach, and other modules with a matrix there, by name: those that
+    one of the shell `patterns` matches.
+    """
+    return {
+        name: module
+        for name, module in non_text_modules(model).items()
+        if (isinstance(module, LINEAR) or _has_other_matrix(module))
+        and any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def vision_gemms(model: PreTrainedModel, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """The linear layers among the `vision_modules` that one of `patterns` matches."""
+    return {name: module for name, module in vision_modules(model, patterns).items() if isinstance(module, LINEAR)}
+
+
 def observed_gemms(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The GEMMs whose inputs are measured, by name: all but the output head."""
     head = output_head(model)
@@ -53,15 +72,16 @@ def other_matrix_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
 
     Linear layers, embeddings and norms are not among them.
     """
-    gemms = gemm_modules(model)
-    return {
-        name: module
-        for name, module in language_modules(model).items()
-        if name not in gemms
+    return {name: module for name, module in language_modules(model).items() if _has_other_matrix(module)}
+
+
+def _has_other_matrix(module: nn.Module) -> bool:
+    """Tell whether `module` has a matrix and is no linear layer, embedding or norm."""
+    return (
+        not isinstance(module, (*LINEAR, nn.Embedding))
         and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
-        and not isinstance(module, nn.Embedding)
         and not NO_GEMM.search(type(module).__name__)
-    }
+    )
 
 
 def routers(model: PreTrainedModel) -> set[str]:

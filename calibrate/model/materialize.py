@@ -75,6 +75,10 @@ class Materializer:
             for (_, module), parameters in zip(modules, before, strict=True):
                 module._parameters.update(parameters)
 
+    def has(self, name: str) -> bool:
+        """Tell whether the model's tensor `name` is stored, as it is or in parts."""
+        return self._find(name) is not None or name in self.merged
+
     def prefetch(self, names: Sequence[str]) -> None:
         """Begin to copy the weights of the named modules to a GPU, for the next call of `filled`.
 

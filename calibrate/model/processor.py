@@ -74,10 +74,10 @@ class RowInputs:
         return self.processor.inputs(self.rows[number])
 
 
-def on_device(inputs: Inputs, model: "PreTrainedModel") -> Inputs:
-    """Move `inputs` to the device of `model`, pixels rounded to its type."""
+def on_device(inputs: Inputs, model: "PreTrainedModel", device: str | None = None) -> Inputs:
+    """Move `inputs` to the device of `model`, or to `device`, pixels rounded to the model's type."""
     types = {name: model.dtype if value.is_floating_point() else value.dtype for name, value in inputs.items()}
-    return {name: value.to(model.device, types[name]) for name, value in inputs.items()}
+    return {name: value.to(device or model.device, types[name]) for name, value in inputs.items()}
 
 
 def load_processor(source: Source, tokenizer: "PreTrainedTokenizerBase") -> RowProcessor:

@@ -84,7 +84,7 @@ class HfLayout:
     - `no_graph`: why no ONNX graph can be made of the model.
     - `auto`: the auto class of transformers that loads them.
     - `attention`: the implementation that transformers must be told to use, where its default computes another result.
-    - `non_text`: the modules that text does not reach, which are not quantized.
+    - `non_text`: the modules that text does not reach, of which those in `axes` alone are quantized.
     - `bf16_in_files`: the names in the files of linear layers among these, and of experts in `behind`, which files call
       otherwise than the model does.
     - `positions`: the number of positions that a graph serves, where that is fewer than the model's.
@@ -135,8 +135,12 @@ class HfLayout:
 
     @property
     def ignored(self) -> list[str]:
-        """The linear layers that text does not reach, and a pattern for each module of multi-token prediction."""
-        linear = [name for name, module in self.non_text.items() if isinstance(module, nn.Linear)]
+        """The linear layers that text does not reach and that stay in BF16, and a pattern for each module of
+        multi-token prediction.
+        """
+        linear = [
+            name for name, module in self.non_text.items() if isinstance(module, nn.Linear) and name not in self.axes
+        ]
         return [*linear, *self.bf16_in_files, *map(self.codec.below, (*self.mtp, *self.vllm_mtp))]
 
     @property
@@ -275,7 +279,7 @@ def hf_layout_of(
     experts = frozenset(name for name in modules if name.startswith(tuple(f"{layer}." for layer in layers)))
     others = non_text_modules(model)
     of_behind = tuple(f"{layer}." for layer in behind)
-    in_bf16 = [name for name, module in others.items() if isinstance(module, nn.Linear)]
+    in_bf16 = [name for name, module in others.items() if isinstance(module, nn.Linear) and name not in modules]
     in_bf16 += [name for name in scales.skipped if name.startswith(of_behind)]
     weight_names = [f"{name}.weight" for name in in_bf16]
     blocks = tuple(f"{layer.rpartition('.')[0]}." for layer in layers if layer not in behind)

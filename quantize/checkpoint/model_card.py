@@ -131,6 +131,12 @@ TOWERS = """\
 engines are of the language model: they take text, and no images.
 
 """
+#: The paragraph on one with more in FP8 than the language model.
+VISION = """\
+**Modules that text does not reach** are in FP8 too, by the inputs that they had of images: {modules}. What else is in
+{towers} stays as it was, in BF16.
+
+"""
 #: The paragraph on multi-token prediction.
 MTP = """\
 **Multi-token prediction**: {modules} stay in BF16{dequantized}, as drafts for speculative decoding. They were not
@@ -244,7 +250,7 @@ def model_card(source: Source, scales: Scales, form: HfLayout, from_fp8: bool = 
         terms=_terms(scales, form)
         + (HEADS if scales.per_head and form.cache else "")
         + (QUERIES if scales.queries and form.cache else ""),
-        given=(_fp8_source(scales) if from_fp8 else "") + _towers(form) + _mtp(form),
+        given=(_fp8_source(scales) if from_fp8 else "") + _towers(scales, form) + _mtp(form),
         adapters=_adapters(source, form),
         unit=_unit(scales),
         activations=_activations(scales),
@@ -342,10 +348,12 @@ def _fp8_source(scales: Scales) -> str:
     )
 
 
-def _towers(form: HfLayout) -> str:
-    if form.towers:
-        return TOWERS.format(towers=", ".join(map(markdown_code, form.towers)))
-    return ""
+def _towers(scales: Scales, form: HfLayout) -> str:
+    towers = ", ".join(map(markdown_code, form.towers))
+    blind = [module for module in scales.vision or () if module in scales.weights]
+    if blind:
+        return VISION.format(modules=_some(blind, scales), towers=towers)
+    return TOWERS.format(towers=towers) if towers else ""
 
 
 def _mtp(form: HfLayout) -> str:

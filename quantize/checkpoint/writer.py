@@ -281,7 +281,7 @@ def _write_companions(
     if layout.loadable:
         assert layout.codec.of_run is not None, "the layouts of the option are written of runs"
         quantization = layout.codec.of_run(
-            sorted([*map(layout.in_files, scales.skipped), *layout.ignored]),
+            sorted({*map(layout.in_files, scales.skipped), *layout.ignored}),
             layout.cache_strategy(scales),
             {layout.in_files(module): scheme for module, scheme in scales.schemes.items() if scheme.weights},
             bool(layout.experts),

@@ -216,6 +216,9 @@ class Scales(Strict):
     bf16_inputs: list[str] = Field(
         default_factory=list, description="the modules of which the weight alone is codes; their input stays in BF16"
     )
+    vision: list[str] | None = Field(
+        default=None, description="the modules that text does not reach, which `--vision` named"
+    )
 
     @classmethod
     def before_weights(
@@ -245,6 +248,17 @@ class Scales(Strict):
     def modules(self) -> list[str]:
         """The modules whose weight is codes, or shall be."""
         return [*self.activations, *self.bf16_inputs]
+
+    @property
+    def of_text(self) -> "Scales":
+        """The decisions on all modules but those that text does not reach."""
+        blind = frozenset(self.vision or ())
+        update: dict[str, Any] = {"vision": None}
+        for name in ("weights", "activations", "skipped"):
+            part = getattr(self, name)
+            update[name] = {module: part[module] for module in part if module not in blind}
+        update["bf16_inputs"] = [module for module in self.bf16_inputs if module not in blind]
+        return self.model_copy(update=update)
 
     @property
     def forms(self) -> dict[str, Form]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from ...core.errors import InputError
-from ...options import AT_RUN_TIME, Form, FormRule, ScaleOptions
+from ...options import AT_RUN_TIME, ONE, Form, FormRule, ScaleOptions
 from .decisions import Scales, Skipped
 from .servers import MODELOPT_GRANULARITY
 
@@ -23,7 +23,8 @@ class ModelGemms:
     `in_bf16`: those that an FP8 source checkpoint has in BF16; `no_graph`: why no ONNX graph can be made of the model;
     `routers`: the GEMMs that choose among experts; `fp32`: those that transformers keeps in FP32; `stay`: those that
     stay for a reason of their own (they compute a recurrent state or an indexer's keys, or are among the costliest) ->
-    that reason; `widths`: module -> the numbers of its input, of modules whose weight is a matrix.
+    that reason; `widths`: module -> the numbers of its input, of modules whose weight is a matrix; `vision`: the
+    modules with a matrix that text does not reach, of which `names` has those that `--vision` names.
     """
 
     names: tuple[str, ...]
@@ -35,6 +36,12 @@ class ModelGemms:
     fp32: frozenset[str] = frozenset()
     stay: Mapping[str, str] = field(default_factory=dict)
     widths: Mapping[str, int] = field(default_factory=dict)
+    vision: frozenset[str] = frozenset()
+
+    @property
+    def named_vision(self) -> list[str]:
+        """The modules that `--vision` names."""
+        return [name for name in self.names if name in self.vision]
 
 
 #: Calibration tokens for each number of an input that second moments need, about: with five, GPTQ gained nothing on
@@ -112,7 +119,7 @@ def select(gemms: ModelGemms, skip: Sequence[str], only: Sequence[str] = ()) -> 
     """
     for option, pattern in [*(("--skip", pattern) for pattern in skip), *(("--only", pattern) for pattern in only)]:
         if not any(fnmatchcase(name, pattern) for name in gemms.names):
-            raise _unmatched(f"{option} {pattern}", gemms.names)
+            raise _unmatched(f"{option} {pattern}", pattern, gemms)
     skipped: dict[str, Skipped] = {}
     for name in gemms.names:
         matching = [pattern for pattern in skip if fnmatchcase(name, pattern)]
@@ -152,7 +159,7 @@ def rule_modules(rule: FormRule, gemms: ModelGemms, chosen: Sequence[str]) -> li
     if rule.every:
         return [*chosen]
     if not any(fnmatchcase(name, rule.pattern) for name in gemms.names):
-        raise _unmatched(rule.written, gemms.names)
+        raise _unmatched(rule.written, rule.pattern, gemms)
     matching = [name for name in chosen if fnmatchcase(name, rule.pattern)]
     if not matching:
         raise InputError(rule.written, "all that it matches stays in BF16", "name other modules")
@@ -171,13 +178,15 @@ def module_forms(
     """Resolve the form of the input of every module among `chosen`, the quantized ones.
 
     The last rule that matches a module counts, and takes with it all modules of its group. `groups`: modules that
-    receive the same tensor. Raises InputError for a pattern that matches no quantized module.
+    receive the same tensor. Modules of the vision part take one code in the place of a tail: images have no last
+    positions. Raises InputError for a pattern that matches no quantized module.
     """
     sharing = [*groups]
     forms: dict[str, Form] = {}
     for rule in options.form_rules:
         named = rule_modules(rule, gemms, chosen)
         forms |= dict.fromkeys(named if rule.every else complete_groups(named, sharing), rule.form)
+    forms |= {module: ONE for module, form in forms.items() if form.tail is not None and module in gemms.vision}
     return {module: forms[module] for module in chosen}
 
 
@@ -340,8 +349,33 @@ def mixed_experts_warning(experts: Iterable[str], scales: Scales) -> str | None:
     )
 
 
-def _unmatched(written: str, names: Iterable[str]) -> InputError:
-    return InputError(written, "matches no module", f"names are like {', '.join(_examples(names))}")
+def check_measured(gemms: ModelGemms, options: ScaleOptions, measured: Collection[str]) -> None:
+    """Raise InputError for a module that `--vision` names whose input is not among those of the modules `measured`."""
+    missing = [name for name in gemms.named_vision if name not in gemms.unknown and name not in measured]
+    if missing:
+        raise InputError(
+            f"--vision {options.vision[0]}",
+            f"the input of {missing[0]} was not measured",
+            "use `fp8q calibrate` with it and rows with images, or leave it out",
+        )
+
+
+def vision_tail_note(options: ScaleOptions, scales: Scales) -> str | None:
+    """Note the modules of the vision part that take one code where a tail was asked for; None without any."""
+    if not scales.vision or not any(rule.form.tail for rule in options.form_rules):
+        return None
+    return "--vision: images have no last positions, so modules of the vision part take one code in place of a tail"
+
+
+def _unmatched(written: str, pattern: str, gemms: ModelGemms) -> InputError:
+    blind = min((name for name in gemms.vision if fnmatchcase(name, pattern)), default=None)
+    if blind is not None:
+        return InputError(
+            written,
+            f"matches only modules that text does not reach, such as {blind}, and they stay in BF16",
+            "name them by --vision too, which takes rows with images, or leave it out",
+        )
+    return InputError(written, "matches no module", f"names are like {', '.join(_examples(gemms.names))}")
 
 
 def _examples(names: Iterable[str]) -> list[str]:

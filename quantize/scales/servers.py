@@ -11,7 +11,7 @@ checkpoints compute. The others are named as in `fp8q lint --for`, and are those
 refuses static scales in compressed-tensors' form.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ...options import CheckpointServer, Form, Kind, Layout, Server
 from .scheme import Granularity
@@ -49,8 +49,12 @@ NO_GRAPH: dict[Kind, str] = {
 }
 
 
-def graph_refusal(forms: Iterable[Form]) -> str | None:
-    """Give the reason why a run with modules in these `forms` has no graph; None where it may have one."""
+def graph_refusal(forms: Iterable[Form], vision: Collection[str] = ()) -> str | None:
+    """Give the reason why a run with modules in these `forms` has no graph; None where it may have one. `vision`: what
+    is in FP8 that text does not reach.
+    """
+    if vision:
+        return "--vision quantizes what text does not reach, and graphs take text alone"
     kinds = {form.kind for form in forms}
     return next((reason for kind, reason in NO_GRAPH.items() if kind in kinds), None)
 

@@ -1,10 +1,12 @@
 """Open the source checkpoint of a run, before calibration and again later, and list its GEMMs."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ...calibrate.checkpoint.weights import check_finite
@@ -22,6 +24,7 @@ from ...calibrate.model.gemms import (
     output_channel_axis,
     output_head,
     routers,
+    vision_modules,
 )
 from ...calibrate.model.source import Source, meta_model, no_model, open_source
 from ...calibrate.ranks.world import World
@@ -64,21 +67,27 @@ def gemms_of(source: Source, options: ScaleOptions = ScaleOptions()) -> ModelGem
         )
     modules = gemm_modules(model)
     others = other_matrix_modules(model)
-    unknown = {name: module for name, module in modules.items() if not multiplies_as_linear(module)} | others
+    vision = named_vision(source, model, options.vision)
+    unknown = {name: module for name, module in (modules | vision).items() if not multiplies_as_linear(module)} | others
     fp8_weights = fp8_source(source)
     gemms = ModelGemms(
-        (*modules, *others),
+        (*modules, *others, *vision),
         output_head(model),
         {name: type(module).__name__ for name, module in unknown.items()},
         frozenset(name for name in modules if fp8_weights and _in_files(source, name) not in fp8_weights.weights),
-        unsupported(model) or graph_refusal([rule.form for rule in options.form_rules]),
+        unsupported(model) or graph_refusal([rule.form for rule in options.form_rules], vision),
         frozenset(routers(model)),
-        frozenset(name for name in (*modules, *others) if source.stored(f"{name}.weight") in source.fp32_in_files),
-        ({} if attending is None else state_modules(modules)) | _numbered_otherwise(model, modules),
+        frozenset(
+            name for name in (*modules, *others, *vision) if source.stored(f"{name}.weight") in source.fp32_in_files
+        ),
+        ({} if attending is None else state_modules(modules))
+        | _numbered_otherwise(model, modules)
+        | unstored(source, vision),
         {
             name: module.get_parameter("weight").shape[1 - output_channel_axis(module)]
             for name, module in modules.items()
         },
+        frozenset(vision_modules(model)),
     )
     check_tail_length(options, source.max_positions)
     attentions = list(attention_modules(model).values())
@@ -105,6 +114,33 @@ def _numbered_otherwise(model: PreTrainedModel, modules: Collection[str]) -> dic
     behind = Conversions(model).numbered_behind_others()
     starts = tuple(f"{experts}." for experts in behind)
     return dict.fromkeys((name for name in modules if name.startswith(starts)), NUMBERED_OTHERWISE)
+
+
+def named_vision(source: Source, model: PreTrainedModel, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """The modules of `model` that text does not reach and `patterns` of `--vision` name; raises InputError for a
+    pattern that matches none.
+    """
+    every = vision_modules(model)
+    for pattern in patterns:
+        if not every:
+            raise InputError(
+                f"--vision {pattern}", f"{source.architecture} has no part that text does not reach", "leave it out"
+            )
+        if not any(fnmatchcase(name, pattern) for name in every):
+            raise InputError(
+                f"--vision {pattern}", "matches no module that text does not reach", f"one is {next(iter(every))}"
+            )
+    return vision_modules(model, patterns)
+
+
+def unstored(source: Source, modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Map the linear layers among `modules` whose weights are made of other stored tensors to the reason why they stay
+    in BF16.
+    """
+    stored = source.weights().names()
+    linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+    reason = "stored in another form than it computes in, so that its codes have no place"
+    return {name: reason for name in linear if source.stored(f"{name}.weight") not in stored}
 
 
 def check_stored(source: Source, model: PreTrainedModel) -> None:

@@ -137,7 +137,7 @@ def test_an_empty_array_takes_back_what_the_run_skips(tmp_path: Path) -> None:
             "zzz = 1",
             "zzz: is no option of `fp8q calibrate`; it takes model, data, out, eval-data, preset, for, method, ",
         ),
-        ("json = true", "json: is no option of `fp8q calibrate`; it takes model, data, out, eval-data, "),
+        ("json = true", "json: is no option of `fp8q calibrate`; did you mean vision?"),
         ("[calibrate]\nsamples = 3", "calibrate: is no option of `fp8q calibrate`; "),
         ('samples = "3"', 'samples: must be a whole number, and is "3"'),
         ("samples = 3.0", "samples: must be a whole number, and is 3.0"),
@@ -218,6 +218,7 @@ def test_the_file_that_repeats_a_command_says_what_was_left_to_a_default(fp8q: F
         "# kv-skip: as the run has it",
         "skip = []",
         "# only: as the run has it",
+        "# vision: as the run has it",
         "# bf16-weights: as the run has it",
         "# q-scale: as the run has it",
         "# weight-rounding: as the run has it",
@@ -266,7 +267,7 @@ def words(draw: st.DrawFn) -> list[str]:
         "context": draw(COUNTS),
     }
     found += [f"--{name}={value}" for name, value in one.items() if value is not None]
-    for name in ("skip", "only", "target"):
+    for name in ("skip", "only", "vision", "target"):
         found += [f"--{name}={value}" for value in draw(st.lists(TEXTS, max_size=3))]
     return found + draw(st.lists(st.sampled_from(["--stream", "--no-stream", "--chat-template"]), max_size=2))
 

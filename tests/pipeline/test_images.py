@@ -1,23 +1,22 @@
 """Rows with images: the language model is measured on the embeddings that it gets in use, as transformers has them."""
 
-import importlib
 import json
 import shutil
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForMultimodalLM, AutoProcessor
+from seeing_models import PROCESSORS, asking, picture, write_rows
+from transformers import AutoConfig, AutoModelForMultimodalLM
+from unseen_architectures import random_checkpoint
 
 from fp8q import api
 from fp8q.calibrate.measure.measurement import Measurement, measure_in_memory
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, load_statistics
+from fp8q.calibrate.measure.stream import Stream, measure_streamed
 from fp8q.calibrate.model.processor import RowInputs, load_processor, placeholder
 from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
@@ -37,37 +36,23 @@ from fp8q.validate.report.accuracy_rows import image_rows as image_accuracy_rows
 
 from ..command_result import Result
 from ..conftest import MadeOnce, Texts
-from ..seeing import PROCESSORS, asking, picture, seeing_checkpoint, write_rows
+from ..seeing import PICTURES, inputs_watched, seeing_folder, transformers_inputs
 
 pytestmark = pytest.mark.slow
 
-ROWS = 12
 OPTIONS = api.CalibrateOptions(chat_template=True, samples=4, seq_len=48, batch_size=2)
 #: Two last bits of BF16: of sums in another order, and of what follows from them.
 BITS = 2**-6
 
 
 @pytest.fixture(scope="module")
-def unseen() -> ModuleType:
-    return importlib.import_module("unseen_architectures")
-
-
-@pytest.fixture(scope="module")
-def folders(unseen: ModuleType, made_once: MadeOnce, demo_texts: Texts) -> Path:
+def folders(made_once: MadeOnce, demo_texts: Texts) -> Path:
     """A checkpoint of each class, rows with images, and a text."""
 
+    words = demo_texts.calibration.read_text(encoding="utf-8")[:20_000]
+
     def make(folder: Path) -> None:
-        for config in PROCESSORS:
-            seeing_checkpoint(folder / config, config, unseen)
-        for number in range(ROWS):
-            picture(folder / f"{number}.png", number, (40 + 8 * (number % 3), 32))
-        words = demo_texts.calibration.read_text(encoding="utf-8")[:20_000]
-        (folder / "text.txt").write_text(words[:10_000], encoding="utf-8")
-        rows = [asking(f"{number}.png", f"What is in picture {number}?") for number in range(ROWS)]
-        plain = [{"messages": [{"role": "user", "content": text}]} for text in words[10_000:].split("\n\n")]
-        write_rows(folder / "images.jsonl", rows)
-        write_rows(folder / "mixed.jsonl", [*rows[:6], *plain, *rows[6:]])
-        write_rows(folder / "plain.jsonl", plain)
+        seeing_folder(folder, words)
 
     return made_once("seeing", make)
 
@@ -86,33 +71,6 @@ def run(request: pytest.FixtureRequest, folders: Path, made_once: MadeOnce) -> R
         calibrated(folders, folder / "run", "mixed.jsonl", config=request.param)
 
     return Run(made_once(f"seeing-{request.param}", make) / "run")
-
-
-def transformers_inputs(model: Path, rows: list[dict[str, Any]], folder: Path) -> list[Mapping[str, torch.Tensor]]:
-    """The inputs that transformers' own processor makes of rows, by its own reading of template and images."""
-    processor: Any = AutoProcessor.from_pretrained(model)
-    made = []
-    for row in rows:
-        chat = json.loads(json.dumps(row["messages"]))
-        chat[0]["content"][0]["path"] = str(folder / chat[0]["content"][0]["path"])
-        made.append(processor.apply_chat_template(chat, tokenize=True, return_dict=True, return_tensors="pt"))
-    return made
-
-
-@contextmanager
-def inputs_watched(model: torch.nn.Module, names: list[str]) -> Iterator[dict[str, list[float]]]:
-    """The largest magnitude of the input of each module, of one pass after the other."""
-    amax: dict[str, list[float]] = defaultdict(list)
-
-    def watch(name: str) -> Callable[..., None]:
-        return lambda module, inputs: amax[name].append(float(inputs[0].abs().max()))
-
-    handles = [model.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names]
-    try:
-        yield amax
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @pytest.mark.parametrize("config", PROCESSORS)
@@ -136,7 +94,7 @@ def test_amax_is_that_of_transformers_own_pass(run: Run, folders: Path) -> None:
     """Of every tensor, on each row with images and each batch of windows."""
     statistics = load_statistics(run)
     model: Any = AutoModelForMultimodalLM.from_pretrained(run.record().model["path"], dtype=torch.bfloat16)
-    rows = [asking(f"{number}.png", f"What is in picture {number}?") for number in range(ROWS)][:11]
+    rows = [asking(f"{number}.png", f"What is in picture {number}?") for number in range(PICTURES)][:11]
     names = sorted(statistics.record.groups)
     assert all("language_model" in name for name in names)
     windows = torch.from_numpy(load_tokens(run, run.calibration))
@@ -171,6 +129,38 @@ def test_rows_change_what_is_measured_and_nothing_of_the_windows(run: Run, folde
     assert changed == len(alone.tensors)
     assert both.record.tokens > alone.record.tokens
     assert both.record.corpus.fingerprint != alone.record.corpus.fingerprint
+
+
+def test_layer_by_layer_the_statistics_are_the_same(run: Run, folders: Path, tmp_path: Path) -> None:
+    """Byte for byte: masks that look both ways within an image are a row's own."""
+    config = Path(run.record().model["path"]).name
+    streamed = calibrated(folders, tmp_path / "run", "mixed.jsonl", config=config, stream=True)
+    assert streamed.statistics.read_bytes() == run.statistics.read_bytes()
+    assert streamed.statistics_json.read_bytes() == run.statistics_json.read_bytes()
+    assert streamed.record().stages["measure"].options == run.record().stages["measure"].options
+    assert not [*streamed.root.glob(".*.work")]
+
+
+def test_killed_between_layers_it_goes_on_with_the_same_statistics(
+    run: Run, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arguments of layers are recorded anew, hidden states are read again."""
+    config = Path(run.record().model["path"]).name
+    layer = Stream._layer
+
+    def killed(stream: Stream, step: int, advance: Callable[[int], None]) -> None:
+        if step == 2:
+            raise KeyboardInterrupt
+        layer(stream, step, advance)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Stream, "_layer", killed)
+        calibrated(folders, tmp_path / "run", "mixed.jsonl", config=config, stream=True)
+    streamed = calibrated(folders, tmp_path / "run", "mixed.jsonl", config=config, stream=True)
+    assert (
+        "going on at decoder layer 2 of 2, where an earlier call stopped" in streamed.record().stages["measure"].notes
+    )
+    assert streamed.statistics.read_bytes() == run.statistics.read_bytes()
 
 
 def test_the_record_has_the_rows(run: Run, folders: Path) -> None:
@@ -243,10 +233,6 @@ def test_what_does_not_fit_rows_with_images_is_refused_first(folders: Path, tmp_
     assert refused(folders, out, "images.jsonl") == (
         f"{images}: has rows with images alone, and windows of text are calibrated and evaluated on too; give a text "
         "beside it by another --data"
-    )
-    assert refused(folders, out, "images.jsonl", "text.txt", stream=True) == (
-        f"--stream: rows with images are measured with the whole of {folders / 'Gemma3Config'} in memory; leave the "
-        "rows out, or calibrate where it fits"
     )
     assert refused(folders, out, "mixed.jsonl", batches=(0, 1)) == (
         "--batches: rows with images are measured by one process, in one run; leave the rows out"
@@ -432,20 +418,19 @@ class HandMade:
         return self.made
 
 
-@pytest.mark.parametrize("config", ["Qwen2VLConfig", "Qwen2_5_VLConfig", "Qwen3VLConfig"])
-def test_positions_of_three_axes_are_those_of_transformers(config: str, unseen: ModuleType, tmp_path: Path) -> None:
-    """Qwen's processors want torchvision, so that their inputs are made by hand; windows of text follow an image."""
+def three_axes(config: str, folder: Path) -> tuple[Path, dict[str, torch.Tensor], Measurement]:
+    """A checkpoint of a Qwen in `folder`, the inputs of a row, and a measurement of two windows and two such rows.
+
+    Qwen's processors want torchvision, so that their inputs are made by hand.
+    """
     tokens = {
         "image_token_id": 2045,
         "vision_start_token_id": 2046,
         "vision_end_token_id": 2044,
         "video_token_id": 2047,
     }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(unseen.CONFIGURATIONS, config, unseen.CONFIGURATIONS[config] | tokens)
-        path = unseen.random_checkpoint(tmp_path / "model", config)
-    model: Any = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.bfloat16)
-    vision = model.config.vision_config
+    path = random_checkpoint(folder / "model", config, **tokens)
+    vision = AutoConfig.from_pretrained(path).vision_config
     ids = torch.tensor([[5, 6, 2046, *[2045] * 6, 2044, *range(20, 40)]])
     drawn = torch.Generator().manual_seed(0)
     patch_values = 3 * vision.temporal_patch_size * vision.patch_size**2
@@ -456,20 +441,56 @@ def test_positions_of_three_axes_are_those_of_transformers(config: str, unseen: 
         "pixel_values": torch.randn(24, patch_values, generator=drawn).bfloat16(),
         "image_grid_thw": torch.tensor([[1, 4, 6]]),
     }
-    source = open_source(str(path))
     windows = np.arange(96).reshape(2, 48)
     corpus = Corpus(name="by hand", fingerprint="0", windows=2, seq_len=48, batch_size=1, images=2)
     rows = RowInputs([ImageRow(where="row", messages=[], images=[], tokens=30)] * 2, cast("Any", HandMade(inputs)))
     identity = ModelIdentity(name="model", architecture="any", fingerprint="0")
-    what = Measurement(windows, identity, corpus, images=rows)
-    measured = measure_in_memory(load_model(source, torch.bfloat16), what, SILENT)
+    return path, inputs, Measurement(windows, identity, corpus, images=rows, vision=("*",))
+
+
+@pytest.mark.parametrize("config", ["Qwen2VLConfig", "Qwen2_5_VLConfig", "Qwen3VLConfig"])
+def test_positions_of_three_axes_are_those_of_transformers(config: str, tmp_path: Path) -> None:
+    """Windows of text follow an image."""
+    path, inputs, what = three_axes(config, tmp_path)
+    model: Any = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.bfloat16)
+    measured = measure_in_memory(load_model(open_source(str(path)), torch.bfloat16), what, SILENT)
     names = sorted(measured.record.groups)
     with inputs_watched(model, names) as amax, torch.inference_mode():
         model(**inputs)
-        for window in torch.from_numpy(windows).split(1):
+        for window in torch.from_numpy(what.windows).split(1):
             model(input_ids=window)
     assert measured.record.tokens == 2 * 48 + 2 * 30
     for name in names:
         ours = measured.tensors[f"{name}.input"].amax_batches
         of_row, *of_windows = amax[name]
-        np.testing.assert_allclose(ours, [*of_windows, of_row, of_row], rtol=BITS)
+        blind = [float("nan")] * (2 - len(of_windows))
+        np.testing.assert_allclose(ours, [*of_windows, *blind, of_row, of_row], rtol=BITS)
+
+
+@pytest.mark.parametrize("config", ["Qwen2VLConfig", "Qwen2_5_VLConfig"])
+def test_layer_by_layer_rows_have_positions_of_their_own(config: str, tmp_path: Path) -> None:
+    """Of three axes, other than those of windows; the inputs of the vision part are observed before the layers."""
+    path, _, what = three_axes(config, tmp_path)
+    source = open_source(str(path))
+    (tmp_path / "steps").mkdir()
+    streamed = measure_streamed(source, what, SILENT, tmp_path / "steps")
+    whole = measure_in_memory(load_model(source, torch.bfloat16), what, SILENT)
+    assert streamed.record == whole.record
+    assert streamed.tensors.keys() == whole.tensors.keys()
+    assert any("visual" in name for name in whole.tensors)
+    for name, tensor in whole.tensors.items():
+        assert tensor.histogram == streamed.tensors[name].histogram, name
+        assert np.array_equal(tensor.amax_batches, streamed.tensors[name].amax_batches, equal_nan=True), name
+    for name, amax in whole.weights.items():
+        assert np.array_equal(amax, streamed.weights[name]), name
+
+
+def test_features_of_images_between_layers_are_no_chain(tmp_path: Path) -> None:
+    path, _, what = three_axes("Qwen3VLConfig", tmp_path)
+    (tmp_path / "steps").mkdir()
+    with pytest.raises(InputError) as error:
+        measure_streamed(open_source(str(path)), what, SILENT, tmp_path / "steps")
+    assert str(error.value) == (
+        f"{path}: Qwen3VLForConditionalGeneration adds what it sees in images to hidden states between its layers, so "
+        "it cannot be streamed layer by layer; calibrate it in memory, with --no-stream"
+    )

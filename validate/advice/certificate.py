@@ -166,8 +166,9 @@ def _named(text: Corpus, first: int, last: int) -> str:
 
 def certificate(statistics: Statistics, scales: Scales) -> Certificate:
     """Assess, from the statistics, the text that the run was calibrated on, for the scales and codes that were
-    chosen.
+    chosen of what text reaches.
     """
+    scales = scales.of_text
     of_scales = _for_scales(statistics, scales)
     corpus = statistics.record.corpus
     wanted = _wanted(statistics, scales)

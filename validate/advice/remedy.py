@@ -145,7 +145,7 @@ def calibrate_command(run: Run, words: list[str]) -> str:
     texts += words_of(CorpusOptions, recorded.get("corpus", {}))
     texts += ["--allow-overlap"] if recorded.get("corpus", {}).get("overlap") else []
     sizes = ["--samples", str(corpus.windows), "--seq-len", str(corpus.seq_len)]
-    sizes += words_of(MeasureOptions, recorded["measure"], {"batches"})
+    sizes += words_of(MeasureOptions, recorded["measure"], {"batches", "vision"})
     chosen = [*OLDER_SPELLINGS, "form"] if "--form" in words else []
     chosen += ["weight_rounding"] if "--weight-rounding" in words else []
     scales = words_of(ScaleOptions, recorded.get("quantize", {}), chosen)

@@ -19,6 +19,7 @@ from ...calibrate.measure.statistics import load_statistics
 from ...core.columns import decibels, nats, share
 from ...core.run import Run
 from ...quantize.learning.document import Distillation, load_distillation
+from ...quantize.scales.decisions import load_scales
 from ...quantize.sensitivity.document import Loss, load_sensitivity
 from ..accuracy.document import load_divergences, load_token_losses
 from ..tuning.document import Point, Tuning, load_tuning
@@ -245,6 +246,8 @@ def _draw_errors(run: Run, drawn: Drawings) -> None:
             f"Of the noisiest tensor, {worst.tensor}, rounding makes {share(rounding)} of the error, and another scale "
             "would mend nothing."
         )
+    reached = load_scales(run).of_text.weights
+    rows = [row for row in rows if row.kind == "cache" or row.module in reached]  # layers of towers have numbers too
     if remark := no_outlier(rows):
         drawn.remarks["layers"] = remark
     else:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from seeing_models import asking, picture, write_rows
 
 from fp8q.calibrate.text import image_rows
 from fp8q.calibrate.text.chat import content_parts, messages
@@ -21,7 +22,6 @@ from fp8q.calibrate.text.documents import load_documents
 from fp8q.calibrate.text.image_rows import ImageRow, digest, image_files
 from fp8q.calibrate.text.rows import Reading
 from fp8q.core.errors import InputError
-from tests.seeing import asking, picture, write_rows
 
 WHERE = "chats.jsonl: line 3"
 

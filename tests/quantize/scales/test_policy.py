@@ -12,6 +12,7 @@ from fp8q.options import BF16, ONE, TWO, Form, FormRule, RescaleOptions, ScaleOp
 from fp8q.quantize.scales.decisions import Scales, Skipped, TensorScale
 from fp8q.quantize.scales.policy import (
     ModelGemms,
+    check_measured,
     check_tail_length,
     complete_groups,
     few_tokens_note,
@@ -279,3 +280,36 @@ def test_what_is_split_inside_an_expert_is_told_once() -> None:
     assert "1.up_proj in BF16 beside" in str(mixed_group_warning([pair], split))
     assert mixed_group_warning([pair], split, [EXPERTS]) is None
     assert "1 of 6 GEMMs of its experts in BF16 (1.up_proj)" in str(mixed_experts_warning([EXPERTS], split))
+
+
+SEEING = ModelGemms(("l.0.up", "v.0.fc1", "v.0.fc2"), None, {}, vision=frozenset({"v.0.fc1", "v.0.fc2", "v.patch"}))
+
+
+@pytest.mark.parametrize("rules", [("tail:8",), ("one", "v.*=tail:8", "l.*=tail:8")])
+def test_a_tail_is_one_code_where_there_are_no_last_positions(rules: tuple[str, ...]) -> None:
+    groups = [["l.0.up"], ["v.0.fc1"], ["v.0.fc2"]]
+    forms = module_forms(ScaleOptions(form=rules, vision=("*",)), SEEING, SEEING.names, groups)
+    assert forms == {"l.0.up": Form("tail", 8), "v.0.fc1": ONE, "v.0.fc2": ONE}
+
+
+def test_patterns_of_all_options_choose_among_what_vision_names() -> None:
+    assert SEEING.named_vision == ["v.0.fc1", "v.0.fc2"]
+    assert select(SEEING, (), ("v.*",))[0] == ["v.0.fc1", "v.0.fc2"]
+    assert select(SEEING, ("*.fc2",))[0] == ["l.0.up", "v.0.fc1"]
+    with pytest.raises(InputError) as error:
+        select(SEEING, ("*.patch",))
+    assert str(error.value) == (
+        "--skip *.patch: matches only modules that text does not reach, such as v.patch, and they stay in BF16; name "
+        "them by --vision too, which takes rows with images, or leave it out"
+    )
+
+
+def test_what_was_not_measured_has_no_scale() -> None:
+    options = ScaleOptions(vision=("v.*",))
+    check_measured(SEEING, options, {"l.0.up", "v.0.fc1", "v.0.fc2"})
+    with pytest.raises(InputError) as error:
+        check_measured(SEEING, options, {"l.0.up", "v.0.fc1"})
+    assert str(error.value) == (
+        "--vision v.*: the input of v.0.fc2 was not measured; use `fp8q calibrate` with it and rows with images, or "
+        "leave it out"
+    )
