@@ -1,11 +1,11 @@
 """What vLLM makes of checkpoints, on a CPU; runs in vLLM's environment.
 
-    python vllm_losses.py < jobs.json
+    python vllm_losses.py < jobs.jsonl
 
-`jobs.json` is a list of `{"model": path, "cache": vLLM's kv_cache_dtype, "windows": [[token id]], "adapter": path or
-null, "wide_experts": bool, "exact": path or null, "engine": arguments of vLLM's LLM beside these, "steps": number}`,
-each window a prompt of its own. `exact` has the FP32 model's log-probabilities, float32 [windows, context - 1,
-vocabulary], as NumPy writes them.
+Each line of `jobs.jsonl` is `{"model": path, "cache": vLLM's kv_cache_dtype, "windows": [[token id]], "adapter": path
+or null, "wide_experts": bool, "exact": path or null, "engine": arguments of vLLM's LLM beside these, "steps": number,
+"again": bool}`, each window a prompt of its own. `exact` has the FP32 model's log-probabilities, float32 [windows,
+context - 1, vocabulary], as NumPy writes them.
 
 For each job one line of JSON goes to standard output: `{"nll_nats": [of each token of the windows, in order, but the
 first of each], "kl_nats": [likewise, KL(exact || vLLM)] or null, "answers": [[8 tokens]], "again": [[8 tokens], to the
@@ -21,7 +21,6 @@ each answer], "accepted": [number of these that vLLM accepted]}`, the numbers 0 
 import gc
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -44,7 +43,7 @@ os.environ |= {
 
 def losses(
     model: str, cache: str, windows: list[list[int]], adapter: str | None, exact: str | None, engine: dict[str, Any],
-    steps: int,
+    steps: int, again: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Ask vLLM for the probabilities of `windows`, with that adapter on."""
     import numpy as np
@@ -76,11 +75,12 @@ def losses(
                 right = truth[number, at - 1]
                 log_q = np.array([found[token].logprob for token in range(len(right))])
                 kl.append(float((np.exp(right) * (right - log_q)).sum()))
-    first, again = ([list(answer.outputs[0].token_ids) for answer in each] for each in (answers, answered()))
+    second = answered() if again else []
+    first, second = ([list(answer.outputs[0].token_ids) for answer in each] for each in (answers, second))
     step_ms = timed_step(served, windows[0], steps) if steps else None
     kls = kl if exact else None
     scales, *_ = served.apply_model(attention_scales)  # of the first process
-    return {"nll_nats": nll, "kl_nats": kls, "answers": first, "again": again, "step_ms": step_ms, "scales": scales}
+    return {"nll_nats": nll, "kl_nats": kls, "answers": first, "again": second, "step_ms": step_ms, "scales": scales}
 
 
 def drafted_answers(model: str, windows: list[list[int]], tokens: int, drafts: bool) -> dict[str, Any]:
@@ -158,12 +158,13 @@ def experts_in_bf16() -> Iterator[None]:
 
 
 def main() -> None:
-    """Do the jobs of standard input one after the other."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    """Do the jobs of standard input one after the other, each when its line is there."""
+    jobs, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    for job in json.load(sys.stdin):
+    for job in map(json.loads, jobs):
         experts = experts_in_bf16() if job.pop("wide_experts") else nullcontext()
         drafts = job.pop("drafts", None)
         try:

@@ -13,8 +13,8 @@ FP8 products, so its times say nothing of a GPU. Prints one JSON line; exit stat
 than 1.15 times what the reference loses.
 
 A GPU host needs vLLM, `vllm_losses.py` and a prepared folder, nothing of fp8q but the plugin. There, in the folder of
-each model, `python vllm_losses.py < jobs.json > answers.jsonl` with VLLM_PLUGINS=none, and the same of
-`plugin-jobs.json` and `plugin-answers.jsonl` with the plugin.
+each model, `python vllm_losses.py < jobs.jsonl > answers.jsonl` with VLLM_PLUGINS=none, and the same of
+`plugin-jobs.jsonl` and `plugin-answers.jsonl` with the plugin.
 """
 
 import argparse
@@ -90,8 +90,8 @@ class Prepared:
 
     def jobs(self, with_plugin: bool) -> list[dict[str, Any]]:
         """The jobs of `vllm_losses.py`, of which paths are relative to the folder, with the plugin or without it."""
-        name = "plugin-jobs.json" if with_plugin else "jobs.json"
-        return list(json.loads((self.folder / name).read_text(encoding="utf-8")))
+        name = "plugin-jobs.jsonl" if with_plugin else "jobs.jsonl"
+        return [json.loads(line) for line in (self.folder / name).read_text(encoding="utf-8").splitlines()]
 
     def forms_with(self, plugin: bool) -> list[str]:
         """The forms that are asked for with the plugin, or without it, in the order of their jobs."""
@@ -110,13 +110,13 @@ def prepare(texts: ModelTexts, folder: Path, options: argparse.Namespace) -> Pre
         paths = dict(checkpoints(run, texts, options.tail, folder))
     batches = {"max_num_seqs": BATCH, "max_num_batched_tokens": BATCH * options.context}
     batches["kv_cache_memory_bytes"] = CACHE_BYTES
-    for name, with_plugin in (("jobs.json", False), ("plugin-jobs.json", True)):
+    for name, with_plugin in (("jobs.jsonl", False), ("plugin-jobs.jsonl", True)):
         jobs = [
             job(path.relative_to(folder), ids, Path("exact.npy"), engine=batches, steps=options.steps)
             for form, path in paths.items()
             if FORMS[form][1] is with_plugin
         ]
-        (folder / name).write_text(json.dumps(jobs), encoding="utf-8")
+        (folder / name).write_text("".join(json.dumps(each) + "\n" for each in jobs), encoding="utf-8")
     kl = {name: round(reference_kl(paths[name], ids, exact) * 1e6, 1) for name in (TWO, TAIL)}
     (folder / PREPARED).write_text(json.dumps({"forms": [*paths], "reference_kl": kl}), encoding="utf-8")
     return Prepared(folder, tuple(paths), kl)

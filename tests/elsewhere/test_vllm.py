@@ -10,9 +10,9 @@ by their codes and scales but in BF16.
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
-from vllm_jobs import ask, job, log_probabilities, mean_kl
+from vllm_jobs import Vllm, job, log_probabilities, mean_kl
 
 from fp8q.calibrate.checkpoint.adapter import open_adapter
 from fp8q.calibrate.model.adapter_addition import attach_adapter
@@ -132,41 +132,43 @@ class Asked:
         return found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def answered(
-    vllm_python: Path, quantized: Callable[..., Run], demo_validated: Run, demo_with_an_adapter: Run,
-    demo_with_a_learned_adapter: Run, tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[str], tuple[Asked, dict[str, Any]]]:  # fmt: skip
-    """`answered("qwen2")`: what vLLM was asked of it, and its answer; a skip where the checkpoint is not here."""
-    asked, absent = dict[str, Asked](), dict[str, str]()
+    vllm_python: Path, quantized: Callable[..., Run], demo_validated: Run, request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[str], tuple[Asked, dict[str, Any]]]]:  # fmt: skip
+    """`answered("qwen2")`: what vLLM was asked of it, and its answer; each is asked when a test first wants it, all of
+    one process; a skip where the checkpoint is not here.
+    """
 
-    def folder() -> Path:
-        return tmp_path_factory.mktemp("exact")
-
-    for name, case in (CASES | OF_EXPERTS).items():
-        try:
+    def asked(name: str) -> Asked:
+        folder = tmp_path_factory.mktemp("exact")
+        if name in CASES | OF_EXPERTS:
+            case = (CASES | OF_EXPERTS)[name]
             windows = WINDOWS if case.trained else MANY
-            asked[name] = Asked(quantized(case), folder(), wide_experts=name in OF_EXPERTS, windows=windows)
-        except pytest.skip.Exception as why:
-            absent[name] = str(why)
-    asked["experts in FP8"] = replace(asked["olmoe"], wide_experts=False)
-    asked["part of a group"] = Asked(quantized(LLAMA, ("*.q_proj",)), folder())
-    style, learned = demo_with_an_adapter.model / "adapters" / "style", demo_with_a_learned_adapter
-    asked["adapter"] = Asked(demo_with_an_adapter, folder(), adapter=style)
-    asked["base of an adapter"] = Asked(demo_with_an_adapter, folder())
-    asked["learned adapter"] = Asked(learned, folder(), adapter=learned.adapter)
-    asked["base of a learned adapter"] = Asked(learned, folder())
-    asked |= {f"demo, {cache} cache": Asked(demo_validated, folder(), cache) for cache in ("auto", "fp8", "bfloat16")}
-    saturating = cache_scales_divided(demo_validated.model, tmp_path_factory.mktemp("saturating") / "model")
-    asked["demo, saturating cache"] = Asked(demo_validated, folder(), other=saturating)
-    answers = dict(zip(asked, ask(vllm_python, [job.asked() for job in asked.values()]), strict=True))
+            return Asked(quantized(case), folder, wide_experts=name in OF_EXPERTS, windows=windows)
+        if name.endswith("adapter"):
+            learned = "learned" in name
+            run: Run = request.getfixturevalue("demo_with_a_learned_adapter" if learned else "demo_with_an_adapter")
+            adapter = run.adapter if learned else run.model / "adapters" / "style"
+            return Asked(run, folder, adapter=None if name.startswith("base of ") else adapter)
+        match name:
+            case "experts in FP8":
+                return replace(answered_once("olmoe")[0], wide_experts=False)
+            case "part of a group":
+                return Asked(quantized(LLAMA, ("*.q_proj",)), folder)
+            case "demo, saturating cache":
+                return Asked(demo_validated, folder, other=cache_scales_divided(demo_validated.model, folder / "model"))
+        return Asked(demo_validated, folder, name.removeprefix("demo, ").removesuffix(" cache"))
 
-    def answer(name: str) -> tuple[Asked, dict[str, Any]]:
-        if name in absent:
-            pytest.skip(absent[name])
-        return asked[name], answers[name]
+    with Vllm(vllm_python) as vllm:
 
-    return answer
+        @cache
+        def answered_once(name: str) -> tuple[Asked, dict[str, Any]]:
+            job = asked(name)
+            return job, vllm.ask(job.asked())
+
+        yield answered_once
 
 
 def cache_scales_divided(model: Path, copy: Path) -> Path:

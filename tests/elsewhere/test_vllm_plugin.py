@@ -7,9 +7,9 @@ arithmetic, as vLLM's is. One term loses 4 to 13 times as much.
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 import torch
 from fp8q_vllm.rows import FREE_ROWS, PROMPTS
 from safetensors.torch import load_file, save_file
-from vllm_jobs import ask, installed_plugin, job, log_probabilities, mean_kl
+from vllm_jobs import Vllm, installed_plugin, job, log_probabilities, mean_kl
 
 from fp8q import api
 from fp8q.calibrate.checkpoint.adapter import open_adapter
@@ -59,6 +59,8 @@ BATCHING: dict[str, dict[str, Any]] = {
     "shared prefixes": {"enable_prefix_caching": True},
     "two processes": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
 }
+#: Of long windows, all prompts in one batch.
+TOGETHER: dict[str, Any] = {"max_num_seqs": PROMPTS, "max_num_batched_tokens": PROMPTS * LONG}
 
 
 @dataclass(frozen=True)
@@ -87,13 +89,13 @@ class Served:
             logits = model(input_ids=torch.from_numpy(self.ids), use_cache=False).logits
         return log_probabilities(logits)
 
-    def job(self, model: Path | None = None, **engine: Any) -> dict[str, Any]:
-        """What `vllm_losses.py` reads; `model` in the place of the run's."""
+    def job(self, model: Path | None = None, again: bool = False, **engine: Any) -> dict[str, Any]:
+        """What `vllm_losses.py` reads; `model` in the place of the run's; `again`: windows are answered twice."""
         path = self.folder / "exact.npy"
         if not path.exists():
             np.save(path, self.exact)
         adapter = self.run.model / "adapters" / self.adapter if self.adapter else None
-        return job(model or self.run.model, self.ids, path, adapter, engine=engine)
+        return job(model or self.run.model, self.ids, path, adapter, engine=engine, again=again)
 
     def reference_kl(self, tails: bool = False) -> float:
         """The reference's mean KL in nats: all positions in two terms, or those of `tails` alone."""
@@ -158,59 +160,88 @@ def experts(tmp_path_factory: pytest.TempPathFactory, demo_texts: Texts, without
         return api.calibrate(str(model), texts[0], folder / "run", texts[1], options)
 
 
-@dataclass(frozen=True)
 class Answers:
-    """Jobs by name, and what vLLM answered with the plugin and, where it was asked, without it."""
+    """What vLLM answers to jobs by name, with the plugin in one process and without it in another; each is asked when a
+    test first wants it.
+    """
 
-    served: dict[str, Served]
-    absent: dict[str, str]
-    two: dict[str, dict[str, Any]]
-    one: dict[str, dict[str, Any]]
+    def __init__(self, asked: Callable[[str], tuple[Served, dict[str, Any]]], two: Vllm, one: Vllm) -> None:
+        self._asked = cache(asked)
+        self._answer = cache(lambda name, plugin: (two if plugin else one).ask(self._asked(name)[1]))
+
+    def served(self, name: str) -> Served:
+        """The run behind the job `name`."""
+        return self._asked(name)[0]
+
+    def two(self, name: str) -> dict[str, Any]:
+        """The answer to the job `name`, with the plugin."""
+        found: dict[str, Any] = self._answer(name, True)
+        return found
 
     def kl(self, name: str, plugin: bool = True) -> float:
         """The mean KL in nats of the job `name`."""
-        if name in self.absent:
-            pytest.skip(self.absent[name])
-        answer = (self.two if plugin else self.one)[name]
+        answer, ids = self._answer(name, plugin), self.served(name).ids
         assert "error" not in answer, answer["error"]
-        assert len(answer["kl_nats"]) == self.served[name].ids.size - len(self.served[name].ids)
+        assert len(answer["kl_nats"]) == ids.size - len(ids)
         return float(np.mean(answer["kl_nats"]))
+
+
+#: The jobs of a run of their own: its checkpoint, how it is calibrated, and vLLM's engine.
+OWN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "demo": ("demo", {}, {}),
+    "tails": ("demo", {"context": LONG, "activation_terms": "tail", "exact_tail": TAIL}, TOGETHER),
+    "forms by pattern": (
+        "demo",
+        {
+            "context": LONG,
+            "activation_terms": 1,
+            "skip": ("model.layers.0.*",),
+            "two_terms": ("*.o_proj",),
+            "tail": ("*.mlp.*",),
+            "exact_tail": TAIL,
+        },
+        TOGETHER,
+    ),
+    "FP8 cache": ("demo", {"kv_cache": "fp8"}, {}),
+    "adapter": ("demo", {"adapter": "style"}, {}),
+    "layer left wide": ("demo", {"kv_cache": "fp8", "kv_skip": ("*.layers.1.*",)}, {}),
+} | {name: (name, {}, {}) for name in (*TRAINED, *RANDOM)}
 
 
 @pytest.fixture(scope="module")
 def answers(
-    vllm_python: Path, plugin: Path, served: Serve, experts: Run, tmp_path_factory: pytest.TempPathFactory
-) -> Answers:
+    vllm_python: Path, plugin: Path, served: Serve, request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Answers]:  # fmt: skip
     """All jobs, those with the plugin in one process and those without it in another."""
-    found, absent = {"demo": served("demo")}, dict[str, str]()
-    for name in (*TRAINED, *RANDOM):
-        try:
-            found[name] = served(name)
-        except pytest.skip.Exception as why:
-            absent[name] = str(why)
-    found["tails"] = served("demo", LONG, activation_terms="tail", exact_tail=TAIL)
-    some: dict[str, Any] = {"two_terms": ("*.o_proj",), "tail": ("*.mlp.*",), "exact_tail": TAIL}
-    found["forms by pattern"] = served("demo", LONG, activation_terms=1, skip=("model.layers.0.*",), **some)
-    found["FP8 cache"] = served("demo", kv_cache="fp8")
-    found["adapter"] = served("demo", adapter="style")
-    demo = found["demo"]
-    together: dict[str, Any] = {"max_num_seqs": PROMPTS, "max_num_batched_tokens": PROMPTS * LONG}
-    left = found["layer left wide"] = served("demo", kv_cache="fp8", kv_skip=("*.layers.1.*",))
-    jobs = {name: each.job(**(together if each.context == LONG else {})) for name, each in found.items()}
-    jobs["left wide, not told"] = jobs["layer left wide"]
-    jobs["layer left wide"] = left.job(kv_cache_dtype_skip_layers=skipped_by_the_card(left.run))
-    jobs |= {name: demo.job(**engine) for name, engine in BATCHING.items()}
-    draft = {"model": str(demo.run.model), "num_speculative_tokens": 2, "method": "draft_model"}
-    jobs["drafts"] = demo.job(speculative_config=draft)
-    copies = tmp_path_factory.mktemp("copies")
-    jobs["unknown field"] = demo.job(with_field(demo.run.model, copies / "unknown", "third_terms", []))
-    jobs["damaged scale"] = demo.job(with_another_scale(demo.run.model, copies / "damaged"))
-    jobs["experts"] = demo.job(experts.model)
-    of_demo = [name for name in jobs if name not in found]
-    two = dict(zip(jobs, ask(vllm_python, list(jobs.values()), plugin), strict=True))
-    alone = {name: found[name].job() for name in ("demo", *TRAINED) if name in found}
-    one = dict(zip(alone, ask(vllm_python, list(alone.values())), strict=True))
-    return Answers(found | dict.fromkeys(of_demo, demo), absent, two, one)
+    run_of = cache(lambda name: served(OWN[name][0], **OWN[name][1]))
+
+    def asked(name: str) -> tuple[Served, dict[str, Any]]:
+        if name == "left wide, not told":
+            return run_of("layer left wide"), run_of("layer left wide").job()
+        if name in OWN:
+            run, engine = run_of(name), OWN[name][2]
+            if name == "layer left wide":
+                engine = {"kv_cache_dtype_skip_layers": skipped_by_the_card(run.run)}
+            return run, run.job(again=name == "demo", **engine)
+        demo = run_of("demo")
+        if name in BATCHING:
+            return demo, demo.job(again=name == "shared prefixes", **BATCHING[name])
+        copy = tmp_path_factory.mktemp("copies") / "model"
+        match name:
+            case "drafts":
+                draft = {"model": str(demo.run.model), "num_speculative_tokens": 2, "method": "draft_model"}
+                return demo, demo.job(speculative_config=draft)
+            case "unknown field":
+                return demo, demo.job(with_field(demo.run.model, copy, "third_terms", []))
+            case "damaged scale":
+                return demo, demo.job(with_another_scale(demo.run.model, copy))
+            case "experts":
+                return demo, demo.job(request.getfixturevalue("experts").model)
+        raise AssertionError(f"no job is called {name}")
+
+    with Vllm(vllm_python, plugin) as two, Vllm(vllm_python) as one:
+        yield Answers(asked, two, one)
 
 
 def skipped_by_the_card(run: Run) -> list[str]:
@@ -249,49 +280,49 @@ def test_installing_the_plugin_changes_no_other_package(plugin: Path) -> None:
 
 @pytest.mark.parametrize("name", ["demo", *TRAINED, *RANDOM, "adapter"])
 def test_two_terms_lose_what_the_reference_loses(name: str, answers: Answers) -> None:
-    assert answers.kl(name) <= MOST * answers.served[name].reference_kl()
+    assert answers.kl(name) <= MOST * answers.served(name).reference_kl()
 
 
 @pytest.mark.parametrize("name", ["demo", *TRAINED])
 def test_without_the_plugin_one_term_loses_far_more(name: str, answers: Answers) -> None:
-    least = ONE_TERM_LEAST * answers.served[name].reference_kl()
+    least = ONE_TERM_LEAST * answers.served(name).reference_kl()
     assert answers.kl(name) < least < answers.kl(name, plugin=False)
 
 
 @pytest.mark.parametrize("name", [*BATCHING, "drafts"])
 def test_every_way_to_batch_loses_the_same(name: str, answers: Answers) -> None:
-    assert answers.kl(name) <= MOST * answers.served["demo"].reference_kl()
+    assert answers.kl(name) <= MOST * answers.served("demo").reference_kl()
 
 
 def test_drafts_and_prefixes_leave_the_text_as_it_is(answers: Answers) -> None:
-    demo, drafts, prefixes = (answers.two[name] for name in ("demo", "drafts", "shared prefixes"))
+    demo, drafts, prefixes = (answers.two(name) for name in ("demo", "drafts", "shared prefixes"))
     assert drafts["answers"] == demo["answers"]
     assert prefixes["again"] == demo["again"]
 
 
 @pytest.mark.parametrize("name", ["tails", "forms by pattern"])
 def test_in_large_batches_only_the_tails_of_prompts_have_second_terms(name: str, answers: Answers) -> None:
-    assert answers.kl(name) == pytest.approx(answers.served[name].reference_kl(tails=True), rel=MOST - 1)
-    assert answers.kl(name) > MOST * answers.served[name].reference_kl()
+    assert answers.kl(name) == pytest.approx(answers.served(name).reference_kl(tails=True), rel=MOST - 1)
+    assert answers.kl(name) > MOST * answers.served(name).reference_kl()
 
 
 def test_an_fp8_cache_holds_the_codes_that_vllm_writes(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's cache on a CPU rounds toward zero, not to the nearest code."""
-    if "requires x86 with AVX-512 or AMX" in answers.two["FP8 cache"].get("error", ""):
-        pytest.skip(answers.two["FP8 cache"]["error"])
+    if "requires x86 with AVX-512 or AMX" in answers.two("FP8 cache").get("error", ""):
+        pytest.skip(answers.two("FP8 cache")["error"])
     monkeypatch.setattr(fp8_model, "round_to_codes", truncated)
-    assert answers.kl("FP8 cache") == pytest.approx(answers.served["FP8 cache"].reference_kl(), rel=MOST - 1)
+    assert answers.kl("FP8 cache") == pytest.approx(answers.served("FP8 cache").reference_kl(), rel=MOST - 1)
 
 
 def test_a_layer_is_left_wide_where_vllm_is_told_so_by_the_card(
     answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it is not told, the layer's cache has the scales of a cache that is codes throughout."""
-    whole, told, untold = (answers.two[name] for name in ("FP8 cache", "layer left wide", "left wide, not told"))
+    whole, told, untold = (answers.two(name) for name in ("FP8 cache", "layer left wide", "left wide, not told"))
     if "requires x86 with AVX-512 or AMX" in whole.get("error", ""):
         pytest.skip(whole["error"])
     monkeypatch.setattr(fp8_model, "round_to_codes", truncated)
-    expected = answers.served["layer left wide"].reference_kl()
+    expected = answers.served("layer left wide").reference_kl()
     assert answers.kl("layer left wide") == pytest.approx(expected, rel=MOST - 1)
     assert answers.kl("layer left wide") < answers.kl("FP8 cache") / MOST
     assert told["nll_nats"] != untold["nll_nats"] == whole["nll_nats"]
@@ -299,4 +330,4 @@ def test_a_layer_is_left_wide_where_vllm_is_told_so_by_the_card(
 
 @pytest.mark.parametrize(("name", "error"), REFUSED.items())
 def test_what_it_does_not_know_it_refuses(name: str, error: str, answers: Answers) -> None:
-    assert error in answers.two[name]["error"]
+    assert error in answers.two(name)["error"]
