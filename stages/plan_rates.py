@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..calibrate.measure.measurement import Measurement, measure_in_memory
+from ..calibrate.measure.observe import probe_groups
 from ..calibrate.measure.statistics import Corpus, ModelIdentity
 from ..calibrate.model.gemms import observed_gemms, output_channel_axis
 from ..calibrate.model.memory import weight_bytes
@@ -127,24 +128,24 @@ def measured_rates(
     base = resident_bytes()
     weights = weight_bytes(source)
     vocabulary = source.text_config.vocab_size
-    shapes = observed_shapes(source)
+    shapes, inputs = observed_shapes(source)
     gemms = {shape: GemmSeconds.of(shape, device, moments) for shape in set(shapes.values())}
     times = [gemms[shape] for shape in shapes.values()]
     in_gemms = sum(gemm_time.bf16 for gemm_time in times)
-    probe = Probe(BESIDE_GEMMS * in_gemms, BESIDE_GEMMS * in_gemms, 0.0, 0.0, [])
+    probe = Probe(BESIDE_GEMMS * in_gemms, BESIDE_GEMMS * in_gemms, 0.0, 0.0)
     if not stream and weights <= LOADED_BYTES:
         probe = probed(source, collected.windows, batch_size, device, sum(map(weight_numbers, shapes.values())))
-    inputs = tuple(shapes[name][1] for name in probe.inputs or shapes)
-    rounding = gptq_seconds([*shapes.values()], inputs) if moments else 0.0
+    widths = tuple(shapes[name][1] for name in inputs)
+    rounding = gptq_seconds([*shapes.values()], widths) if moments else 0.0
     fp32 = probe.plain + sum(gemm_time.fp32 - gemm_time.bf16 for gemm_time in times)
     return Rates(
         plain=probe.plain,
         observed=probe.observed,
         fp32=fp32,
         reference=probe.plain + sum(gemm_time.codes - gemm_time.bf16 for gemm_time in times),
-        onnx=fp32 + sum(inputs) / (ONNX_CODED * torch.get_num_threads()),
+        onnx=fp32 + sum(widths) / (ONNX_CODED * torch.get_num_threads()),
         scoring=scoring_seconds(vocabulary, device),
-        moments=sum(gemms[shapes[name]].moments for name in probe.inputs or shapes),
+        moments=sum(gemms[shapes[name]].moments for name in inputs),
         scaling=sum(gemm_time.scaling for gemm_time in times) / sum(map(weight_numbers, shapes.values())),
         compensated=rounding,
         pace=seconds(lambda: sum(range(LOOPS))) / LOOPS_SECONDS,
@@ -154,7 +155,7 @@ def measured_rates(
         window_bytes=probe.window_bytes,
         parameters=weights / 2,
         numbers=sum(map(weight_numbers, shapes.values())),
-        inputs=inputs,
+        inputs=widths,
         layers=source.text_config.num_hidden_layers,
         hidden=source.text_config.hidden_size,
         vocabulary=vocabulary,
@@ -162,15 +163,17 @@ def measured_rates(
     )
 
 
-def observed_shapes(source: Source) -> dict[str, Shape]:
-    """Module -> [out, in] of each weight that is measured."""
+def observed_shapes(source: Source) -> tuple[dict[str, Shape], list[str]]:
+    """Module -> [out, in] of each weight that is measured, and the first module of each input."""
     shapes: dict[str, Shape] = {}
-    for name, module in observed_gemms(meta_model(source)).items():
+    model = meta_model(source)
+    gemms = observed_gemms(model)
+    for name, module in gemms.items():
         weight = module.weight
         assert isinstance(weight, torch.Tensor), "a GEMM has a weight"
         outputs, inputs = weight.movedim(output_channel_axis(module), 0).shape
         shapes[name] = (outputs, inputs)
-    return shapes
+    return shapes, [*probe_groups(model, gemms)]
 
 
 def weight_numbers(shape: Shape) -> int:
@@ -254,14 +257,13 @@ def gptq_seconds(shapes: Sequence[Shape], inputs: Sequence[int]) -> float:
 @dataclass(frozen=True)
 class Probe:
     """Seconds for a token of passes that were run, `plain` and `observed`, and of `load`ing the model; the bytes that
-    a calibration window takes, and the modules that are first of their groups.
+    a calibration window takes.
     """
 
     plain: float
     observed: float
     load: float
     window_bytes: float
-    inputs: Sequence[str]
 
 
 class Ticks(Silent):
@@ -298,17 +300,16 @@ def probed(source: Source, calibration: Tokens, batch_size: int, device: str, nu
     ticks = Ticks()
     held = resident_bytes()
     reset_peak_memory()
-    statistics = measure_in_memory(model, Measurement(ids, identity, corpus), ticks)
+    measure_in_memory(model, Measurement(ids, identity, corpus), ticks)
     growth = max(0, peak_memory_bytes() - held)
     observed = min(after - before for before, after in pairwise(ticks.times))
     batch = torch.from_numpy(ids[:windows]).to(device)
     with torch.inference_mode():
         plain = seconds(partial(model, input_ids=batch, use_cache=False))
-    groups = tuple(statistics.record.groups)
     del model
     release_memory()
     whole_windows = windows * length / calibration.shape[1]
-    return Probe(plain / batch.numel(), observed / batch.numel(), loading, growth / whole_windows, groups)
+    return Probe(plain / batch.numel(), observed / batch.numel(), loading, growth / whole_windows)
 
 
 def seconds(work: Callable[[], object]) -> float:
