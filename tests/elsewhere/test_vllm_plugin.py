@@ -186,26 +186,23 @@ class Answers:
         return float(np.mean(answer["kl_nats"]))
 
 
+Calibrated = tuple[str, dict[str, Any], dict[str, Any]]
+BY_PATTERN: dict[str, Any] = {
+    "activation_terms": 1,
+    "skip": ("model.layers.0.*",),
+    "two_terms": ("*.o_proj",),
+    "tail": ("*.mlp.*",),
+    "exact_tail": TAIL,
+}
 #: The jobs of a run of their own: its checkpoint, how it is calibrated, and vLLM's engine.
-OWN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "demo": ("demo", {}, {}),
+OWN: dict[str, Calibrated] = {name: (name, {}, {}) for name in ("demo", *TRAINED, *RANDOM)}
+OWN |= {
     "tails": ("demo", {"context": LONG, "activation_terms": "tail", "exact_tail": TAIL}, TOGETHER),
-    "forms by pattern": (
-        "demo",
-        {
-            "context": LONG,
-            "activation_terms": 1,
-            "skip": ("model.layers.0.*",),
-            "two_terms": ("*.o_proj",),
-            "tail": ("*.mlp.*",),
-            "exact_tail": TAIL,
-        },
-        TOGETHER,
-    ),
+    "forms by pattern": ("demo", {"context": LONG, **BY_PATTERN}, TOGETHER),
     "FP8 cache": ("demo", {"kv_cache": "fp8"}, {}),
     "adapter": ("demo", {"adapter": "style"}, {}),
     "layer left wide": ("demo", {"kv_cache": "fp8", "kv_skip": ("*.layers.1.*",)}, {}),
-} | {name: (name, {}, {}) for name in (*TRAINED, *RANDOM)}
+}
 
 
 @pytest.fixture(scope="module")
