@@ -297,15 +297,16 @@ def probed(source: Source, calibration: Tokens, batch_size: int, device: str, nu
         name="", revision=None, architecture="", fingerprint=source.fingerprint, tokenizer=source.tokenizer_fingerprint
     )
     corpus = Corpus(name="", fingerprint="", windows=len(ids), seq_len=length, batch_size=windows)
+    batch = torch.from_numpy(ids[:windows]).to(device)
+    with torch.inference_mode():  # which brings weights from their files into memory too
+        plain = seconds(partial(model, input_ids=batch, use_cache=False))
+    release_memory()
     ticks = Ticks()
     held = resident_bytes()
     reset_peak_memory()
     measure_in_memory(model, Measurement(ids, identity, corpus), ticks)
     growth = max(0, peak_memory_bytes() - held)
     observed = min(after - before for before, after in pairwise(ticks.times))
-    batch = torch.from_numpy(ids[:windows]).to(device)
-    with torch.inference_mode():
-        plain = seconds(partial(model, input_ids=batch, use_cache=False))
     del model
     release_memory()
     whole_windows = windows * length / calibration.shape[1]

@@ -127,8 +127,9 @@ activations {activations}.
 """
 #: The paragraph on a model of which the language model is a part.
 TOWERS = """\
-**The language model** is quantized, and was measured on text alone; {towers} stay as they were, in BF16. Graphs and
-engines are of the language model: they take text, and no images.
+**The language model** is quantized, and was measured on what its calibration data has: text, and images only where rows
+have some; {towers} stay as they were, in BF16. Graphs and engines are of the language model: they take text, and no
+images.
 
 """
 #: The paragraph on one with more in FP8 than the language model.
