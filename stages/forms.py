@@ -8,8 +8,7 @@ The statistics of the run serve all of them.
 
 All results are stored in the stage's folder as they are computed, so that a killed call goes on from there. Codes that
 GPTQ has rounded for one candidate serve the others where they are measured, whatever form the input has there; the one
-chosen gets its own. What BF16 gives of the evaluated windows serves all forms that are
-evaluated on these.
+chosen gets its own. What BF16 gives of the evaluated windows serves all forms that are evaluated on these.
 """
 
 import hashlib
@@ -246,7 +245,7 @@ class FewWindows:
         measured = task.progress.measured
         name = json.dumps(asdict(mix), sort_keys=True)
         if name not in measured:
-            self.candidates.make(mix, of_any_input=True)
+            self.candidates.make(mix, of_any_input=mix != self.candidates.first)  # of which the run has codes
             bf16 = self._bf16
             reference = load_reference(task.run.model, "fast", torch.bfloat16, device())
             runner = reference_runner(reference, self.as_served)

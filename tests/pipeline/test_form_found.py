@@ -71,6 +71,7 @@ def counted(demo_checkpoint: Path, demo_texts: Any, tmp_path_factory: pytest.Tem
 
     def making(candidates: FormCandidates, mix: Mix, of_any_input: bool = False) -> api.ScaleOptions:
         counts.mixes.append(mix)
+        assert not (of_any_input and mix == candidates.first), "the run has its codes, and would be rounded again"
         return make(candidates, mix, of_any_input)
 
     with pytest.MonkeyPatch.context() as patched:
