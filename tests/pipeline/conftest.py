@@ -26,8 +26,9 @@ from fp8q.export.engine.info import load_engines
 from fp8q.export.modules.graph_model import GraphPlan
 
 from ..architectures import ARCHITECTURES, TINY, Architecture, random_checkpoint, texts
-from ..conftest import MadeOnce
+from ..conftest import MadeOnce, Texts
 from ..graphs import changed_engine
+from ..seeing import seeing_folder
 from .other_models import Logits, other_models
 
 __all__ = ["random_checkpoint", "texts"]  # fixtures
@@ -169,3 +170,10 @@ def built(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 def others(finished: Finished) -> dict[str, Logits]:
     """The models that must not pass for the finished one, and what it is in one term."""
     return other_models(finished.run)
+
+
+@pytest.fixture(scope="session")
+def folders(made_once: MadeOnce, demo_texts: Texts) -> Path:
+    """A checkpoint of each class that sees, rows with images, and a text."""
+    words = demo_texts.calibration.read_text(encoding="utf-8")[:20_000]
+    return made_once("seeing", lambda folder: seeing_folder(folder, words))

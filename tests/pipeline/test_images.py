@@ -35,26 +35,14 @@ from fp8q.validate.accuracy.seen_text import SeenText
 from fp8q.validate.report.accuracy_rows import image_rows as image_accuracy_rows
 
 from ..command_result import Result
-from ..conftest import MadeOnce, Texts
-from ..seeing import PICTURES, inputs_watched, seeing_folder, transformers_inputs
+from ..conftest import MadeOnce
+from ..seeing import PICTURES, inputs_watched, transformers_inputs
 
 pytestmark = pytest.mark.slow
 
 OPTIONS = api.CalibrateOptions(chat_template=True, samples=4, seq_len=48, batch_size=2)
 #: Two last bits of BF16: of sums in another order, and of what follows from them.
 BITS = 2**-6
-
-
-@pytest.fixture(scope="module")
-def folders(made_once: MadeOnce, demo_texts: Texts) -> Path:
-    """A checkpoint of each class, rows with images, and a text."""
-
-    words = demo_texts.calibration.read_text(encoding="utf-8")[:20_000]
-
-    def make(folder: Path) -> None:
-        seeing_folder(folder, words)
-
-    return made_once("seeing", make)
 
 
 def calibrated(folders: Path, out: Path, *texts: str, config: str = "Gemma3Config", **changes: Any) -> Run:

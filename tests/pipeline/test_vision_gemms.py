@@ -31,8 +31,8 @@ from fp8q.stages.shared import sources
 from fp8q.validate.accuracy.document import load_accuracy
 
 from ..command_result import Result
-from ..conftest import MadeOnce, Texts
-from ..seeing import inputs_watched, seeing_folder, transformers_inputs
+from ..conftest import MadeOnce
+from ..seeing import inputs_watched, transformers_inputs
 
 pytestmark = pytest.mark.slow
 
@@ -41,16 +41,6 @@ OPTIONS = api.CalibrateOptions(chat_template=True, samples=4, seq_len=48, batch_
 CHOSEN = [0, 2, 5, 8]
 #: Two last bits of BF16: of sums in another order, and of what follows from them.
 BITS = 2**-6
-
-
-@pytest.fixture(scope="module")
-def folders(made_once: MadeOnce, demo_texts: Texts) -> Path:
-    words = demo_texts.calibration.read_text(encoding="utf-8")[:20_000]
-
-    def make(folder: Path) -> None:
-        seeing_folder(folder, words)
-
-    return made_once("seeing", make)
 
 
 def calibrated(
