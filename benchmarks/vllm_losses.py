@@ -76,7 +76,7 @@ def losses(
                 log_q = np.array([found[token].logprob for token in range(len(right))])
                 kl.append(float((np.exp(right) * (right - log_q)).sum()))
     second = answered() if again else []
-    first, second = ([list(answer.outputs[0].token_ids) for answer in each] for each in (answers, second))
+    first, second = ([list(answer.outputs[0].token_ids) for answer in some] for some in (answers, second))
     step_ms = timed_step(served, windows[0], steps) if steps else None
     kls = kl if exact else None
     scales, *_ = served.apply_model(attention_scales)  # of the first process

@@ -116,7 +116,7 @@ def prepare(texts: ModelTexts, folder: Path, options: argparse.Namespace) -> Pre
             for form, path in paths.items()
             if FORMS[form][1] is with_plugin
         ]
-        (folder / name).write_text("".join(json.dumps(each) + "\n" for each in jobs), encoding="utf-8")
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in jobs), encoding="utf-8")
     kl = {name: round(reference_kl(paths[name], ids, exact) * 1e6, 1) for name in (TWO, TAIL)}
     (folder / PREPARED).write_text(json.dumps({"forms": [*paths], "reference_kl": kl}), encoding="utf-8")
     return Prepared(folder, tuple(paths), kl)

@@ -387,11 +387,7 @@ def _compensations(
 
 
 def _rounded_while_measured(
-    source: Source,
-    scales: Scales,
-    codes: CachedCodes,
-    compensations: Compensations,
-    method: WeightMethod,
+    source: Source, scales: Scales, codes: CachedCodes, compensations: Compensations, method: WeightMethod
 ) -> RoundedCodes:
     """The `codes` of all weights that GPTQ rounded while the model was measured.
 
