@@ -8,6 +8,7 @@ is a constant. A disk without the room for all stages together is refused here, 
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..calibrate.model.source import Source
 from ..calibrate.text.evaluation import Evaluation
@@ -115,7 +116,7 @@ class Planned:
         """The seconds of so many passes of a window in FP32."""
         return passes * self.window * self.rates.fp32
 
-    @property
+    @cached_property
     def backward_by_layer(self) -> bool:
         """Tell whether gradients go layer by layer."""
         return self.outlook.stream or by_layer_on_cpu(self.source, device())
