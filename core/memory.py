@@ -14,6 +14,11 @@ def release_memory() -> None:
     gc.collect()
     if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+    return_free_pages()
+
+
+def return_free_pages() -> None:
+    """Give back the free pages that glibc keeps, without looking for objects that nobody holds any more."""
     if trim := _glibc("malloc_trim"):
         trim(0)
 

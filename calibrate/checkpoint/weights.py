@@ -8,6 +8,7 @@ from collections.abc import Callable, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import EllipsisType
 from typing import TYPE_CHECKING, Protocol
 
 from ...core.errors import InputError
@@ -300,6 +301,25 @@ class Weights:
         with foreign(partial(_damaged, file)), safe_open(file, framework="pt") as opened:
             tensor: torch.Tensor = opened.get_tensor(name)
         return tensor
+
+
+@dataclass(frozen=True)
+class UnreadTensor:
+    """The tensor `name` of `weights`, which is read when it is indexed, as slices of safetensors are: whoever casts it
+    holds its mapped file no longer than that takes.
+    """
+
+    weights: Weights
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole."""
+        return self.weights.shape(self.name)
+
+    def __getitem__(self, index: EllipsisType) -> "torch.Tensor":
+        """Read the whole tensor, by `[...]`."""
+        return self.weights.tensor(self.name)[index]
 
 
 def check_finite(weights: Weights, report: Reporter = SILENT) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from ...core.memory import return_free_pages
 from ..model.caches import new_cache
 from ..model.expert_modules import TokensShown, experts_of, full_input_module, routed_gemms, show_tokens
 from ..model.gemms import attention_modules
@@ -95,6 +96,11 @@ class Observer:
         self.batches = batches
         self._counts: torch.Tensor | None = None
         self._channels = self._batches = torch.empty(0)
+
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether nothing was observed yet."""
+        return self._counts is None
 
     def update(self, x: torch.Tensor, batch: int) -> None:
         """Add the values `x` [..., width], any float type (rounded to BF16), of batch number `batch`."""
@@ -214,6 +220,8 @@ class Watch:
 
         def see_cache(name: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
             def see(keys: torch.Tensor, values: torch.Tensor) -> None:
+                if self.observers[f"{name}.k"].is_empty:
+                    return_free_pages()  # what a layer's observers begin to hold lies between its large tensors
                 for part, x in (("k", keys), ("v", values)):
                     self.observers[f"{name}.{part}"].update(x.transpose(1, 2).flatten(2), batch)
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..checkpoint.weights import UnreadTensor
 from ..input.silence import quiet_transformers
 from .classes import decoder
 from .expert_modules import experts_of, fused
@@ -29,13 +30,14 @@ from .skeleton import empty
 def load_tensors(
     skeleton: PreTrainedModel,
     config: PreTrainedConfig,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | UnreadTensor],
     dtype: torch.dtype,
     device: str,
 ) -> tuple[PreTrainedModel, list[str]]:
     """Build the model of `config` with `tensors`, by their names in files, as `dtype` on `device`.
 
-    `skeleton`: the same model on the meta device. Returns also the tensors that are missing, unknown, or of another
+    `skeleton`: the same model on the meta device. Those that are not read yet are read one at a time, where they are
+    cast: no file stays mapped beside its copy. Returns also the tensors that are missing, unknown, or of another
     shape.
     """
     experts = experts_of(skeleton)
@@ -63,7 +65,7 @@ def load_tensors(
                 misshapen.append((f"{place}.{name}", tensor.shape, parameter.shape))
             else:
                 owner, _, last = name.rpartition(".")
-                laid_in.get_submodule(owner)._parameters[last] = nn.Parameter(tensor.to(device, dtype))
+                laid_in.get_submodule(owner)._parameters[last] = nn.Parameter(tensor[...].to(device, dtype))
         model.set_submodule(place, laid_in.eval())
     model.__class__ = type(skeleton)
     cache_heads(model)

@@ -31,7 +31,15 @@ from ..checkpoint.config_fields import check_sizes
 from ..checkpoint.mtp_layers import mtp_prefixes
 from ..checkpoint.name_patterns import check_one_pattern
 from ..checkpoint.recognizer import Recognizer, no_codes
-from ..checkpoint.weights import Coding, JoinedTensors, TensorPart, Weights, find_weights, read_headers
+from ..checkpoint.weights import (
+    Coding,
+    JoinedTensors,
+    TensorPart,
+    UnreadTensor,
+    Weights,
+    find_weights,
+    read_headers,
+)
 from ..input.hub import fetch_model, is_hub_name
 from ..input.silence import quiet_transformers
 from ..input.untrusted import error_text, foreign, local_path
@@ -273,12 +281,7 @@ def load_model(source: Source, dtype: torch.dtype, device: str = "cpu") -> PreTr
     """
     weights = source.weights()
     tensors = {
-        # mapped tensors take no memory; dequantized ones are cast at once, so that both types are not held
-        name: weights.tensor(name).to(dtype)
-        if weights.coded(name) and name not in source.fp32
-        else weights.tensor(name)
-        for name in weights.names()
-        if not name.startswith(source.mtp)
+        name: _tensor(source, weights, name, dtype) for name in weights.names() if not name.startswith(source.mtp)
     }
     try:
         model = _load(source, meta_model(source), tensors, dtype, device)
@@ -293,6 +296,17 @@ def load_model(source: Source, dtype: torch.dtype, device: str = "cpu") -> PreTr
     if source.on:
         attach_adapter(model, source.on, dtype, device)
     return model
+
+
+def _tensor(source: Source, weights: Weights, name: str, dtype: torch.dtype) -> torch.Tensor | UnreadTensor:
+    """The tensor `name` of a model in `dtype`. Codes are dequantized now, which may find them damaged, and cast at once
+    so that both types are not held; the others are read when they are cast.
+    """
+    if not weights.coded(name):
+        return UnreadTensor(weights, name)
+    if name in source.fp32:
+        return weights.tensor(name)
+    return weights.tensor(name).to(dtype)
 
 
 def _check_model(source: Source) -> Source:
@@ -364,7 +378,7 @@ def _check_types(source: Source, model: PreTrainedModel) -> None:
 def _load(
     source: Source,
     skeleton: PreTrainedModel,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | UnreadTensor],
     dtype: torch.dtype,
     device: str,
 ) -> PreTrainedModel:

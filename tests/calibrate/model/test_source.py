@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,8 +20,9 @@ from transformers import (
     MistralConfig,
     MptConfig,
 )
+from transformers.core_model_loading import GLOBAL_WORKERS
 
-from fp8q.calibrate.checkpoint.weights import check_finite
+from fp8q.calibrate.checkpoint.weights import Weights, check_finite
 from fp8q.calibrate.model.architecture import max_positions
 from fp8q.calibrate.model.bf16_gemms import gemms_in_fp32
 from fp8q.calibrate.model.classes import auto_class
@@ -126,6 +128,23 @@ def test_a_class_that_transformers_lists_among_those_that_see_is_made_by_the_aut
         ours = load_model(source, torch.float32)(ids).logits
         theirs = transformers.Mistral4ForCausalLM.from_pretrained(path, dtype=torch.float32)(ids).logits
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_no_tensor_of_a_file_is_held_beside_its_copy(demo: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    counts = []
+    read = Weights.tensor
+
+    def counted(self: Weights, name: str) -> torch.Tensor:
+        tensor = read(self, name)
+        held.add(tensor)
+        counts.append(len(held))
+        return tensor
+
+    monkeypatch.setattr(Weights, "tensor", counted)
+    load_model(demo, torch.float32)
+    assert len(counts) == len(demo.weights().names()) > 30
+    assert max(counts) <= 2 * GLOBAL_WORKERS
 
 
 def test_what_was_silenced_speaks_again(demo: Source) -> None:
