@@ -264,7 +264,7 @@ class SensitivityOptions(Options):
     """Options of `fp8q sensitivity`.
 
     `measure` None: as many sites as one pass over the first 1,024 tokens pays for, measured on these; none with
-    `stream`. `stream` None: stream when the model does not fit in memory.
+    `stream`. `stream` None: stream when memory does not hold the whole, and large models on a CPU.
     """
 
     windows: Annotated[int, option(EVALUATION, "Calibration windows to run, evenly spaced.", "N"), between(1)] = 16
@@ -283,7 +283,7 @@ class SensitivityOptions(Options):
         option(
             EVALUATION,
             "Predict one decoder layer at a time, forward and back.",
-            default="when memory does not hold the model",
+            default="when memory does not hold the whole, and above 0.5 GB on a CPU",
             negative="--no-stream",
         ),
     ] = None

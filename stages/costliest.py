@@ -20,10 +20,11 @@ from ..quantize.scales.decisions import load_scales
 from ..quantize.scales.policy import ModelGemms
 from ..quantize.sensitivity.backward import check_chain
 from ..quantize.weights.channels import joined_families
+from .gradients import LOSSES_PASS
 from .pipeline.stage import Key, Notes, device
 from .pipeline.stages import COSTLIEST, CostliestFacts
 from .quantize import KnownCodes, quantize
-from .sensitivity import WEIGHTS, in_layers, predicted_losses
+from .sensitivity import WEIGHTS, predicted_losses
 
 #: Calibration windows that losses are predicted on.
 WINDOWS = 8
@@ -33,7 +34,7 @@ def check_costliest(source: Source, options: ScaleOptions) -> None:
     """Raise InputError where weights are to stay in BF16, and what each costs cannot be predicted: the model in FP32
     does not fit in memory, and is no chain of layers.
     """
-    if options.bf16_weights and in_layers(source):
+    if options.bf16_weights and LOSSES_PASS.goes_by_layer(source):
         check_chain(
             source, device(), "give it memory for the whole in FP32, or --bf16-weights 0, which needs no losses"
         )

@@ -4,24 +4,31 @@ Some calibration windows run forward and back once through the model in FP32. Th
 windows in the second moments (`--weigh-first-token`), in memory or layer by layer. The second gathers the gradients at
 outputs by which codes are revised (`--weigh-outputs`), layer by layer whatever memory there is: H_O of all GEMMs
 together is larger than the weights.
+
+Every stage with a pass forward and back asks here if it goes layer by layer, and so does the plan. As a whole it takes
+the model in FP32, perhaps the values of its codes, and the inputs and outputs of all GEMMs, and logits, each with its
+gradient: 12.4 and 9.6 GB for a 1.5B and 1,024 tokens, which took 22.7 GB in all.
 """
 
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ..calibrate.measure.hidden_states import Batches
+from ..calibrate.model.expert_modules import experts_of
 from ..calibrate.model.gemms import observed_gemms
 from ..calibrate.model.memory import weight_bytes
-from ..calibrate.model.source import Source, load_model
+from ..calibrate.model.source import Source, load_model, meta_model
 from ..core.files import read_document, replacing, write_document
 from ..core.memory import release_memory
+from ..core.reporter import SILENT, Reporter
 from ..core.run import Run
 from ..options import ScaleOptions
 from ..options.declare import Options
-from ..quantize.sensitivity.backward import by_layer_on_cpu
+from ..quantize.sensitivity.backward import WHOLE_BYTES, by_layer_on_cpu
 from ..quantize.sensitivity.output_gradients import (
     FirstTokens,
     GradientSquares,
@@ -32,16 +39,75 @@ from ..quantize.sensitivity.output_gradients import (
     batch_squares,
 )
 from .corpus import in_batches, load_tokens, spread_windows
-from .measure import beyond
+from .measure import LayersNeed, observed_shapes, streams_layers
 from .pipeline.stage import NO_FACTS, Key, Notes, device
 from .pipeline.stages import FIRST_TOKENS, OUTPUTS, OutputFacts
 
+#: The most tokens that run forward and back at a time, in whole windows.
+TOKENS = 1024
 #: Calibration windows by which first tokens are weighed, evenly spaced.
 WINDOWS = 16
-#: The most tokens that run through the model at a time, in whole windows.
-TOKENS = 1024
-#: The memory of the model in FP32 and of the tensors of one batch, as a multiple of the model's in BF16.
-COPIES = 3
+
+
+@dataclass(frozen=True)
+class WholePass:
+    """A pass that runs as a whole: the memory of what it holds of the model, as a multiple of its weights in BF16, what
+    that is in words, and the work.
+    """
+
+    copies: int
+    holds: str
+    doing: str
+
+    def need(self, source: Source, window: int) -> LayersNeed:
+        """The memory that it takes with windows of so many tokens."""
+        tensors = pass_bytes(pass_values(source), max(TOKENS, window))
+        size = self.copies * weight_bytes(source) + int(tensors)
+        return LayersNeed(size, f"{self.holds} and the tensors of a pass take {{}}", self.doing)
+
+    def goes_by_layer(
+        self, source: Source, asked: bool | None = None, window: int = TOKENS, report: Reporter = SILENT
+    ) -> bool:
+        """Tell whether it goes layer by layer: as was `asked` for, or where the model is large and on a CPU, or memory
+        does not hold the whole, with a note.
+        """
+        if asked is not None:
+            return asked
+        need = self.need(source, window)
+        if by_layer_on_cpu(source, device()):
+            report.note(
+                f"--stream: {need.words}, and a model above {WHOLE_BYTES / 1e9:.2g} GB goes forward and back layer by "
+                f"layer on a CPU: {need.doing} layer by layer"
+            )
+            return True
+        return streams_layers(None, need, report)
+
+
+#: Losses of single tensors, by the values of the codes beside the model.
+LOSSES_PASS = WholePass(4, "the model in FP32, its codes", "predicting")
+#: The weights of first tokens.
+FIRST_TOKENS_PASS = WholePass(2, "the model in FP32", "weighing first tokens")
+
+
+def pass_bytes(values: float, tokens: int) -> float:
+    """The bytes of so many `values` of each of the `tokens` of a pass, and of their gradients, in FP32."""
+    return 2.0 * 4 * tokens * values
+
+
+def pass_values(source: Source) -> float:
+    """The values of a token at the inputs and outputs of GEMMs, and in its logits; those of experts as far as tokens
+    are routed to them, where the configuration says to how many.
+    """
+    model = meta_model(source)
+    shapes, inputs = observed_shapes(model)
+    routed = getattr(source.text_config, "num_experts_per_tok", None)
+    shares = {name: (routed or len(layer.experts)) / len(layer.experts) for name, layer in experts_of(model).items()}
+
+    def share(gemm: str) -> float:
+        return shares.get(gemm.rpartition(".")[0].rpartition(".")[0], 1.0)
+
+    outputs = sum(share(name) * rows for name, (rows, _) in shapes.items())
+    return outputs + sum(share(name) * shapes[name][1] for name in inputs) + float(source.text_config.vocab_size)
 
 
 def run_gradients(run: Run, source: Source, options: ScaleOptions, notes: Notes, stream: bool | None = None) -> None:
@@ -51,15 +117,6 @@ def run_gradients(run: Run, source: Source, options: ScaleOptions, notes: Notes,
     weigh_first_tokens(run, source, options, notes, stream)
     if options.weigh_outputs:
         _weigh_outputs(run, source, options.weigh_outputs, notes)
-
-
-def gradients_by_layer(source: Source, stream: bool | None) -> bool:
-    """Tell whether first tokens are weighed layer by layer: as the option `stream` says, or where memory does not hold
-    the model in FP32, or it is large and on a CPU.
-    """
-    if stream is None:
-        return bool(beyond(COPIES * weight_bytes(source))) or by_layer_on_cpu(source, device())
-    return stream
 
 
 def weigh_first_tokens(
@@ -80,7 +137,7 @@ def weigh_first_tokens(
     size = max(1, TOKENS // windows.shape[1])
     batches = in_batches(windows, size)
     with FIRST_TOKENS.writing(run, key, notes) as log:
-        if gradients_by_layer(source, stream):
+        if FIRST_TOKENS_PASS.goes_by_layer(source, stream, windows.shape[1]):
             with FIRST_TOKENS.working(run, key, notes) as folder:
                 layerwise = LayerwiseFirstTokens(source, batches, folder, device())
                 layerwise.run(notes.report, "Weighing first tokens in")

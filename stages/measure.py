@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from transformers import PreTrainedModel
 
 from ..calibrate.measure.measurement import Measurement, measure_in_memory
 from ..calibrate.measure.moments import SecondMoments, SpentMoments, gathering, store_alone
@@ -151,13 +152,24 @@ def measure_key(
     return Key(inputs, options, facts)
 
 
+#: The outputs and inputs of a GEMM.
+Shape = tuple[int, int]
+
+
+def observed_shapes(model: PreTrainedModel) -> tuple[dict[str, Shape], list[str]]:
+    """Module -> [out, in] of each weight of `model` that is measured, and the first module of each input."""
+    gemms = observed_gemms(model)
+    shapes: dict[str, Shape] = {}
+    for name, module in gemms.items():
+        outputs, inputs = module.get_parameter("weight").movedim(output_channel_axis(module), 0).shape
+        shapes[name] = (outputs, inputs)
+    return shapes, [*probe_groups(model, gemms)]
+
+
 def moments_bytes(source: Source) -> int:
     """The bytes of the second moments of all inputs."""
-    model = meta_model(source)
-    modules = observed_gemms(model)
-    firsts = (modules[first] for first in probe_groups(model, modules))
-    widths = (module.get_parameter("weight").shape[1 - output_channel_axis(module)] for module in firsts)
-    return sum(4 * width * width for width in widths)
+    shapes, inputs = observed_shapes(meta_model(source))
+    return sum(4 * shapes[name][1] ** 2 for name in inputs)
 
 
 def measure(
@@ -347,6 +359,11 @@ class LayersNeed:
     sentence: str
     doing: str
 
+    @property
+    def words(self) -> str:
+        """The sentence with its number."""
+        return self.sentence.format(f"{self.bytes / 1e9:,.3g} GB")
+
 
 def streams_layers(asked: bool | None, need: LayersNeed, report: Reporter, ranks: int = 1) -> bool:
     """Tell whether to go layer by layer: as was `asked` for, or where memory does not hold what is needed, with a note.
@@ -357,8 +374,7 @@ def streams_layers(asked: bool | None, need: LayersNeed, report: Reporter, ranks
         return asked
     too_much = beyond(need.bytes, ranks)
     if too_much:
-        needed = need.sentence.format(f"{need.bytes / 1e9:,.3g} GB")
-        report.note(f"--stream: {needed}, {too_much}: {need.doing} layer by layer")
+        report.note(f"--stream: {need.words}, {too_much}: {need.doing} layer by layer")
     return bool(too_much)
 
 

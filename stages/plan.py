@@ -19,13 +19,13 @@ from ..core.run import Run
 from ..export.engine.build import resolve
 from ..options import FLOAT, RUNTIMES, WITHOUT_GRAPH, ReportOptions, RunOptions, ScaleOptions
 from ..options.calibrate import WITH_SECOND_CODES
-from ..quantize.sensitivity.backward import by_layer_on_cpu
 from ..validate.accuracy.compare import BASELINES, windows_at_once
 from ..validate.accuracy.runtimes import held_type
 from .corpus import Collected
 from .costliest import WINDOWS as COSTLIEST_WINDOWS
 from .cpu_time import STEP_TOKENS
 from .forms import FEW_CONTEXT, FEW_WINDOWS, PREDICTED_WINDOWS
+from .gradients import FIRST_TOKENS_PASS, LOSSES_PASS, WholePass
 from .gradients import WINDOWS as FIRST_TOKEN_WINDOWS
 from .pipeline.stage import Notes, device
 from .pipeline.stages import VALIDATE
@@ -117,9 +117,18 @@ class Planned:
         return passes * self.window * self.rates.fp32
 
     @cached_property
-    def backward_by_layer(self) -> bool:
-        """Tell whether gradients go layer by layer."""
-        return self.outlook.stream or by_layer_on_cpu(self.source, device())
+    def losses_by_layer(self) -> bool:
+        """Tell whether losses are predicted layer by layer."""
+        return LOSSES_PASS.goes_by_layer(self.source, None, self.window)
+
+    @cached_property
+    def first_tokens_by_layer(self) -> bool:
+        """Tell whether first tokens are weighed layer by layer."""
+        return FIRST_TOKENS_PASS.goes_by_layer(self.source, self.options.calibrate.stream, self.window)
+
+    def gradient_bytes(self, backward: WholePass, by_layer: bool) -> float:
+        """The memory of a stage with a pass forward and back, which goes `by_layer` or as a whole."""
+        return self.rates.base_bytes + self.rates.gradient_bytes(backward.copies, self.window, by_layer)
 
     @property
     def window(self) -> int:
@@ -133,21 +142,21 @@ def stages_of(plan: Planned) -> Iterator[PlannedStage]:
     scales = plan.scales
     yield _calibration(plan)
     if scales.bf16_weights:
-        backward = rates.backward_bytes(COSTLIEST_WINDOWS * plan.window, plan.backward_by_layer)
+        backward = rates.backward_bytes(COSTLIEST_WINDOWS * plan.window, plan.losses_by_layer)
         yield PlannedStage(
             "costliest weights",
             2 * plan.begin + rates.scaling * rates.numbers + plan.gradients(GRADIENT_PASSES * COSTLIEST_WINDOWS),
-            rates.base_bytes + rates.gradient_bytes(plan.window, plan.backward_by_layer),
+            plan.gradient_bytes(LOSSES_PASS, plan.losses_by_layer),
             rates.checkpoint_bytes + backward,
             "--bf16-weights 0",
             freed=backward,
         )
     if scales.weigh_first_token and plan.outlook.moments:
-        backward = rates.backward_bytes(FIRST_TOKEN_WINDOWS * plan.window, plan.backward_by_layer)
+        backward = rates.backward_bytes(FIRST_TOKEN_WINDOWS * plan.window, plan.first_tokens_by_layer)
         yield PlannedStage(
             "first tokens",
             plan.begin + plan.gradients(FIRST_TOKEN_PASSES * FIRST_TOKEN_WINDOWS),
-            rates.base_bytes + rates.gradient_bytes(plan.window, plan.backward_by_layer),
+            plan.gradient_bytes(FIRST_TOKENS_PASS, plan.first_tokens_by_layer),
             backward,
             "--no-weigh-first-token",
             freed=backward,
@@ -158,7 +167,7 @@ def stages_of(plan: Planned) -> Iterator[PlannedStage]:
         yield PlannedStage(
             "gradients at outputs",
             plan.begin + plan.gradients(FIRST_TOKEN_PASSES * windows),
-            rates.base_bytes + rates.gradient_bytes(plan.window, True),
+            plan.gradient_bytes(FIRST_TOKENS_PASS, by_layer=True),
             gradients,
             "--weigh-outputs 0",
             freed=gradients,
@@ -253,11 +262,11 @@ def _search(plan: Planned, validation: PlannedStage) -> PlannedStage:
     if not plan.outlook.moments:  # the model is measured again
         gathered = _moments_bytes(rates)
         rounding += plan.begin + plan.tokens * (rates.observed + rates.moments)
-    work = rates.backward_bytes(PREDICTED_WINDOWS * plan.window, plan.backward_by_layer) + rates.numbers
+    work = rates.backward_bytes(PREDICTED_WINDOWS * plan.window, plan.losses_by_layer) + rates.numbers
     return PlannedStage(
         "search of a form",
         predicted + candidates + rounding + _validation_seconds(plan, runtimes),
-        rates.base_bytes + rates.gradient_bytes(plan.window, plan.backward_by_layer),
+        plan.gradient_bytes(LOSSES_PASS, plan.losses_by_layer),
         rates.checkpoint_bytes + gathered + work + validation.spare,
         "--form FORM",
         if_needed=True,

@@ -17,9 +17,7 @@ import torch
 from torch import nn
 
 from ..calibrate.measure.measurement import Measurement, measure_in_memory
-from ..calibrate.measure.observe import probe_groups
 from ..calibrate.measure.statistics import Corpus, ModelIdentity
-from ..calibrate.model.gemms import observed_gemms, output_channel_axis
 from ..calibrate.model.memory import weight_bytes
 from ..calibrate.model.source import Source, load_model, meta_model
 from ..core.memory import release_memory
@@ -32,6 +30,8 @@ from ..quantize.weights.gptq import compensation, gptq_codes
 from ..validate.accuracy.compare import BASELINE
 from ..validate.accuracy.divergence import Baseline, StoredLogits, block_size, measure_block
 from .corpus import Collected
+from .gradients import TOKENS, pass_bytes, pass_values
+from .measure import Shape, observed_shapes
 from .shared.texts import Tokens
 
 #: The largest weights in BF16, in bytes, that are loaded to measure a forward pass.
@@ -53,9 +53,6 @@ LIBRARY_BYTES = 200_000_000
 #: The numbers that Python adds to tell its pace, and the seconds that this took on a quiet machine of two cores.
 LOOPS = 2_000_000
 LOOPS_SECONDS = 0.04
-#: The tokens of a pass forward and back.
-GRADIENT_TOKENS = 1024
-Shape = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class Rates:
     """Seconds for a token: `plain` forward, `observed` with statistics, in `fp32`, through the `reference` and `onnx`,
     of `scoring` its logits, and of gathering `moments`; `scaling` a number of a weight, `compensated` all weights by
     GPTQ. `pace`: how much slower than a quiet machine this one runs Python. `inputs`: the widths of distinct inputs;
-    `window_bytes`: what a window takes beside the weights.
+    `window_bytes`: what a window takes beside the weights; `pass_values`: a token's in a pass forward and back.
     """
 
     plain: float
@@ -86,6 +83,7 @@ class Rates:
     layers: int
     hidden: int
     vocabulary: int
+    pass_values: float
     streamed: bool
 
     @property
@@ -103,12 +101,14 @@ class Rates:
         """
         return 4.0 * (self.layers + 3) * tokens * self.hidden if by_layer else 0.0
 
-    def gradient_bytes(self, window: int, by_layer: bool) -> float:
-        """The memory of a pass forward and back in FP32, beside two tables of logits: the weights and their codes, or
-        the output head alone.
+    def gradient_bytes(self, copies: int, window: int, by_layer: bool) -> float:
+        """The memory of a pass forward and back in FP32: by layer, of the output head and its logits; as a whole, of so
+        many `copies` of the weights in BF16, and all tensors.
         """
-        weights = 4.0 * self.hidden * self.vocabulary if by_layer else 4 * self.weight_bytes
-        return weights + 2 * 4.0 * max(window, GRADIENT_TOKENS) * self.vocabulary
+        tokens = max(window, TOKENS)
+        if by_layer:
+            return 4.0 * self.hidden * self.vocabulary + pass_bytes(self.vocabulary, tokens)
+        return copies * self.weight_bytes + pass_bytes(self.pass_values, tokens)
 
     def of_runtime(self, name: str) -> float:
         """The seconds for a token of a runtime that evaluates."""
@@ -128,13 +128,14 @@ def measured_rates(
     base = resident_bytes()
     weights = weight_bytes(source)
     vocabulary = source.text_config.vocab_size
-    shapes, inputs = observed_shapes(source)
+    shapes, inputs = observed_shapes(meta_model(source))
     gemms = {shape: GemmSeconds.of(shape, device, moments) for shape in set(shapes.values())}
     times = [gemms[shape] for shape in shapes.values()]
     in_gemms = sum(gemm_time.bf16 for gemm_time in times)
+    numbers = sum(map(weight_numbers, shapes.values()))
     probe = Probe(BESIDE_GEMMS * in_gemms, BESIDE_GEMMS * in_gemms, 0.0, 0.0)
     if not stream and weights <= LOADED_BYTES:
-        probe = probed(source, collected.windows, batch_size, device, sum(map(weight_numbers, shapes.values())))
+        probe = probed(source, collected.windows, batch_size, device, numbers)
     widths = tuple(shapes[name][1] for name in inputs)
     rounding = gptq_seconds([*shapes.values()], widths) if moments else 0.0
     fp32 = probe.plain + sum(gemm_time.fp32 - gemm_time.bf16 for gemm_time in times)
@@ -146,7 +147,7 @@ def measured_rates(
         onnx=fp32 + sum(widths) / (ONNX_CODED * torch.get_num_threads()),
         scoring=scoring_seconds(vocabulary, device),
         moments=sum(gemms[shapes[name]].moments for name in inputs),
-        scaling=sum(gemm_time.scaling for gemm_time in times) / sum(map(weight_numbers, shapes.values())),
+        scaling=sum(gemm_time.scaling for gemm_time in times) / numbers,
         compensated=rounding,
         pace=seconds(lambda: sum(range(LOOPS))) / LOOPS_SECONDS,
         load_seconds=probe.load,
@@ -154,26 +155,14 @@ def measured_rates(
         weight_bytes=weights,
         window_bytes=probe.window_bytes,
         parameters=weights / 2,
-        numbers=sum(map(weight_numbers, shapes.values())),
+        numbers=numbers,
         inputs=widths,
         layers=source.text_config.num_hidden_layers,
         hidden=source.text_config.hidden_size,
         vocabulary=vocabulary,
+        pass_values=pass_values(source),
         streamed=stream,
     )
-
-
-def observed_shapes(source: Source) -> tuple[dict[str, Shape], list[str]]:
-    """Module -> [out, in] of each weight that is measured, and the first module of each input."""
-    shapes: dict[str, Shape] = {}
-    model = meta_model(source)
-    gemms = observed_gemms(model)
-    for name, module in gemms.items():
-        weight = module.weight
-        assert isinstance(weight, torch.Tensor), "a GEMM has a weight"
-        outputs, inputs = weight.movedim(output_channel_axis(module), 0).shape
-        shapes[name] = (outputs, inputs)
-    return shapes, [*probe_groups(model, gemms)]
 
 
 def weight_numbers(shape: Shape) -> int:

@@ -22,7 +22,7 @@ from ..quantize.sensitivity.output_gradients import LayerwiseFirstTokens, Output
 from ..quantize.weights.sequential import check_sequential
 from .corpus import Collected
 from .costliest import check_costliest
-from .gradients import gradients_by_layer
+from .gradients import FIRST_TOKENS_PASS
 from .measure import check_queries, streamed
 from .pipeline.stage import Notes, device
 from .shared.adapters import check_attention
@@ -59,7 +59,7 @@ def check_calibrate(source: Source, options: CalibrateOptions, export: ExportOpt
     elif streamed(source, options.stream, Notes(SILENT)):
         Chain(source, device())
     check_costliest(source, options)
-    if options.weighs_first_token and gradients_by_layer(source, options.stream):
+    if options.weighs_first_token and FIRST_TOKENS_PASS.goes_by_layer(source, options.stream):
         check_chain(source, device(), LayerwiseFirstTokens.without)
     if options.weighs_outputs:
         check_chain(source, device(), OutputMoments.without)

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from ..calibrate.measure.statistics import load_record
-from ..calibrate.model.memory import weight_bytes
 from ..calibrate.model.source import Source, load_model
 from ..core.errors import InputError
 from ..core.files import write_document
@@ -21,7 +20,6 @@ from ..options import SensitivityOptions
 from ..quantize.reference.fp8_model import load_reference, open_codes
 from ..quantize.scales.decisions import Scales, load_scales
 from ..quantize.scales.scheme import tails_of
-from ..quantize.sensitivity.backward import by_layer_on_cpu
 from ..quantize.sensitivity.document import (
     AS_IT_IS,
     Kind,
@@ -37,20 +35,17 @@ from ..quantize.sensitivity.layerwise import PASSES, Layerwise, LayerwiseTask
 from ..quantize.sensitivity.single_site import Float, Prefix
 from ..quantize.sensitivity.site_quantizers import Quantizer, sites_of
 from .corpus import load_tokens, spread_windows
-from .measure import LayersNeed, beyond, streams_layers
+from .gradients import LOSSES_PASS, TOKENS
+from .measure import streams_layers
 from .pipeline.stage import NO_FACTS, Key, Notes, device
 from .pipeline.stages import SENSITIVITY
 from .shared.adapters import note_base_alone
 from .shared.model_files import checked_model
 from .shared.sources import source_of
 
-#: The most tokens that run through the model at a time, in whole windows.
-TOKENS = 1024
 #: The time of a forward and backward pass with all errors, and of second moments of half of it, in forward passes
 #: (`benchmarks/sensitivity.py`).
 GRADIENT_PASSES = 5.0
-#: The memory of the model and of its codes, both in FP32, as a multiple of the model's in BF16.
-COPIES = 4
 #: The kinds of tensors whose losses are predicted.
 KINDS: tuple[Kind, ...] = get_args(Kind)
 WEIGHTS: tuple[Kind, ...] = ("weight",)
@@ -77,7 +72,7 @@ def sensitivity(run: Run, notes: Notes, options: SensitivityOptions) -> Sensitiv
     in_memory, streamed = (Key(inputs, replace(options, stream=stream), NO_FACTS) for stream in (False, True))
     if not SENSITIVITY.is_current(run, in_memory, *([] if options.stream is False else [streamed])):
         source = source_of(run)
-        key = streamed if _streamed(source, options, notes) else in_memory
+        key = streamed if _streamed(run, source, options, notes) else in_memory
         with SENSITIVITY.writing(run, key, notes) as log, SENSITIVITY.working(run, key, notes) as folder:
             locate = _locate_streamed if key is streamed else _locate
             write_document(run.sensitivity, locate(run, source, options, folder, notes))
@@ -91,10 +86,10 @@ def predicted_losses(
     """Predict the loss that each tensor of `run` of these `kinds` causes alone, by calibration `windows`, with the
     progress in `folder`; `sensitivity.json` is neither read nor written.
 
-    No second moments are gathered for weights alone. A large model goes layer by layer on a CPU.
+    No second moments are gathered for weights alone.
     """
-    options = SensitivityOptions(windows=windows, measure=0, stream=by_layer_on_cpu(source, device()) or None)
-    locate = _locate_streamed if _streamed(source, options, notes) else _locate
+    options = SensitivityOptions(windows=windows, measure=0)
+    locate = _locate_streamed if _streamed(run, source, options, notes) else _locate
     return locate(run, source, options, folder, notes, kinds)
 
 
@@ -123,21 +118,17 @@ def _locate(
     )
 
 
-def in_layers(source: Source) -> str:
-    """Explain that the model in FP32 and the numbers of its codes exceed the available memory; empty where they fit."""
-    return beyond(COPIES * weight_bytes(source))
-
-
-def _streamed(source: Source, options: SensitivityOptions, notes: Notes) -> bool:
-    """Tell whether to go layer by layer: as the option says, or where the FP32 model and the numbers of its codes
-    exceed the available memory, with a note.
+def _streamed(run: Run, source: Source, options: SensitivityOptions, notes: Notes) -> bool:
+    """Tell whether to go layer by layer, with a note: as the option says or a pass does; where sites are to be measured
+    only if memory does not hold the whole.
 
     Raises InputError where sites are to be measured in that case.
     """
-    size = COPIES * weight_bytes(source)
-    need = LayersNeed(size, "the model in FP32 and its codes take {}", "predicting")
-    stream = streams_layers(options.stream, need, notes)
-    if stream and options.measure:
+    window = load_tokens(run, run.calibration).shape[1]
+    if not options.measure:
+        return LOSSES_PASS.goes_by_layer(source, options.stream, window, notes)
+    stream = streams_layers(options.stream, LOSSES_PASS.need(source, window), notes)
+    if stream:
         raise InputError(
             f"--measure {options.measure}",
             "runs the whole model, and --stream has one decoder layer of it in memory",

@@ -19,7 +19,7 @@ from fp8q.quantize.scales.costliest import Costliest, load_costliest
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.sensitivity import backward
 from fp8q.stages import costliest as stage
-from fp8q.stages import sensitivity
+from fp8q.stages import measure, sensitivity
 from fp8q.stages.costliest import check_costliest
 
 SHARE = 0.1
@@ -143,7 +143,7 @@ def test_a_model_that_can_be_predicted_in_no_way_is_refused_first(
     source = open_source(str(demo_checkpoint))
     monkeypatch.setattr(transformers.LlamaModel, "__init__", nameless)
     check_costliest(source, CalibrateOptions(bf16_weights=0.03))
-    monkeypatch.setattr(stage, "in_layers", lambda _: "and 80% of the memory available is 0 GB")
+    monkeypatch.setattr(measure, "beyond", lambda *_: "and 80% of the memory available is 0 GB")
     check_costliest(source, CalibrateOptions())
     with pytest.raises(InputError) as refused:
         check_costliest(source, CalibrateOptions(bf16_weights=0.03))

@@ -23,8 +23,8 @@ from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.sensitivity import backward
 from fp8q.quantize.weights.gptq import WEIGHED_SHRINKAGE, compensation, gptq_codes
 from fp8q.stages import gradients as stage
-from fp8q.stages import preflight
-from fp8q.stages.gradients import gradients_by_layer, load_first_tokens
+from fp8q.stages import measure
+from fp8q.stages.gradients import FIRST_TOKENS_PASS, load_first_tokens
 
 SMALL: dict[str, Any] = {"samples": 12, "seq_len": 64, "batch_size": 4}
 INPUT = "model.layers.1.mlp.down_proj"
@@ -147,7 +147,7 @@ def test_a_model_without_a_chain_of_layers_is_refused_first_where_memory_does_no
         self.layers = torch.nn.Sequential(*self.layers)
 
     monkeypatch.setattr(transformers.LlamaModel, "__init__", nameless)
-    monkeypatch.setattr(preflight, "gradients_by_layer", lambda *_: True)
+    monkeypatch.setattr(stage.WholePass, "goes_by_layer", lambda *_: True)
     with pytest.raises(InputError) as refused:
         calibrated(tmp_path / "run", weigh_first_token=True)
     assert str(refused.value) == (
@@ -162,12 +162,12 @@ def test_the_option_decides_if_gradients_go_layer_by_layer_and_memory_and_size_e
     demo_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = open_source(str(demo_checkpoint))
-    assert not gradients_by_layer(source, None)
-    assert gradients_by_layer(source, stream=True)
+    assert not FIRST_TOKENS_PASS.goes_by_layer(source, None)
+    assert FIRST_TOKENS_PASS.goes_by_layer(source, True)
     with monkeypatch.context() as large:
         large.setattr(backward, "WHOLE_BYTES", 0)
-        assert gradients_by_layer(source, None)
-        assert not gradients_by_layer(source, stream=False)
-    monkeypatch.setattr(stage, "beyond", lambda _: "and 80% of the memory available is 0 GB")
-    assert gradients_by_layer(source, None)
-    assert not gradients_by_layer(source, stream=False)
+        assert FIRST_TOKENS_PASS.goes_by_layer(source, None)
+        assert not FIRST_TOKENS_PASS.goes_by_layer(source, False)
+    monkeypatch.setattr(measure, "beyond", lambda *_: "and 80% of the memory available is 0 GB")
+    assert FIRST_TOKENS_PASS.goes_by_layer(source, None)
+    assert not FIRST_TOKENS_PASS.goes_by_layer(source, False)

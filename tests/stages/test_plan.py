@@ -13,6 +13,7 @@ from fp8q.calibrate.text.evaluation import cut
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.options import PlanOptions, RunOptions
+from fp8q.quantize.sensitivity import backward
 from fp8q.stages import plan as stage
 from fp8q.stages import plan_rates
 from fp8q.stages import run as running
@@ -26,7 +27,7 @@ SMALL: dict[str, Any] = {"samples": 4, "seq_len": 64, "batch_size": 2}
 RATES = Rates(
     plain=1.0, observed=2.0, fp32=3.0, reference=1.5, onnx=4.0, scoring=0.25, moments=0.5, scaling=0.01,
     compensated=100.0, pace=2.0, load_seconds=5.0, base_bytes=1000, weight_bytes=200, window_bytes=10, parameters=100,
-    numbers=80, inputs=(3, 4), layers=2, hidden=4, vocabulary=10, streamed=False,
+    numbers=80, inputs=(3, 4), layers=2, hidden=4, vocabulary=10, pass_values=20, streamed=False,
 )  # fmt: skip
 
 
@@ -87,6 +88,19 @@ def test_the_disk_of_a_stage_has_all_its_files(demo_checkpoint: Path) -> None:
     search, logits = stages["search of a form"], stages["validate"].spare
     assert logits == 2 * 14 * open_source(str(demo_checkpoint)).text_config.vocab_size
     assert (search.disk, search.freed) == (120 + 4 * (3 * 3 + 4 * 4) + 80 + logits, 120 + 80 + logits)
+
+
+def test_a_pass_back_takes_the_memory_of_its_tensors(demo_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At least 1,024 tokens, each of 20 values and their gradients; layer by layer the head's 4 · 10 and logits."""
+    of_codes, of_weights, logits = 4 * 200 + 2 * 4 * 1024 * 20, 2 * 200 + 2 * 4 * 1024 * 20, 4 * 4 * 10 + 8 * 1024 * 10
+    asked: dict[str, Any] = {"bf16_weights": 0.03, "weigh_first_token": True, "weight_rounding": "gptq"}
+    stages = planned(demo_checkpoint, moments=True, **asked)
+    taken = [stages[name].memory - 1000 for name in ("costliest weights", "first tokens", "search of a form")]
+    assert taken == [of_codes, of_weights, of_codes]
+    monkeypatch.setattr(backward, "WHOLE_BYTES", 0)
+    stages = planned(demo_checkpoint, moments=True, **asked)
+    taken = [stages[name].memory - 1000 for name in ("costliest weights", "first tokens", "search of a form")]
+    assert taken == [logits, logits, logits]
 
 
 def test_a_search_measures_again_where_no_moments_were_gathered_and_rounds_twice(demo_checkpoint: Path) -> None:

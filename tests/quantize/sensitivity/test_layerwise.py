@@ -25,6 +25,7 @@ from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
 from fp8q.stages import sensitivity as sensitivity_stage
+from fp8q.stages.gradients import LOSSES_PASS
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared import sources
 from fp8q.stages.shared.sources import source_of
@@ -107,6 +108,21 @@ def test_a_search_predicts_a_large_model_layer_by_layer(
     monkeypatch.setattr(backward, "WHOLE_BYTES", 0)
     monkeypatch.setattr(sensitivity_stage, "_locate", lambda *_: pytest.fail("the model is larger than that"))
     same(sensitivity_stage.predicted_losses(run, source_of(run), WINDOWS, tmp_path, Notes(SILENT)), in_memory)
+
+
+def test_a_large_model_is_predicted_layer_by_layer_on_a_cpu_unless_it_is_to_be_measured(
+    run: Run, in_memory: Sensitivity, report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = predicted(run, measure=1)
+    monkeypatch.setattr(backward, "WHOLE_BYTES", 0)
+    assert predicted(run, measure=1) == measured
+    same(predicted(run, report), in_memory)
+    assert run.record().stages["sensitivity"].options["stream"] is True
+    size = LOSSES_PASS.need(source_of(run), 256).bytes
+    assert report.lines[0] == (
+        f"--stream: the model in FP32, its codes and the tensors of a pass take {size / 1e9:,.3g} GB, and a model "
+        "above 0.54 GB goes forward and back layer by layer on a CPU: predicting layer by layer"
+    )
 
 
 @pytest.mark.slow
@@ -237,8 +253,14 @@ def test_measuring_is_refused_layer_by_layer(run: Run, fp8q: Callable[..., Any])
 def test_a_model_that_memory_does_not_hold_is_streamed_with_a_note(
     run: Run, in_memory: Sensitivity, report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Numbers in FP32 for the model, and as many for its codes: four times its BF16."""
-    size = 4 * weight_bytes(source_of(run))
+    """Numbers in FP32 for the model, and as many for its codes: four times its BF16. The four layers read four tensors
+    each, and with the logits 1,024 tokens take 77 MB of these, 77 of their gradients.
+    """
+    config = source_of(run).text_config
+    width, inner = config.hidden_size, config.intermediate_size
+    cache = config.num_key_value_heads * width // config.num_attention_heads
+    values = 4 * (3 * width + inner + 3 * width + 2 * cache + 2 * inner) + config.vocab_size
+    size = 4 * weight_bytes(source_of(run)) + 2 * 4 * 1024 * values
     for available, expected in ((int(size / SHARE) - 1, True), (int(size / SHARE) + 1, False)):
         monkeypatch.setattr("fp8q.stages.measure.available_bytes", lambda device, available=available: available)
         found = predicted(run, report, measure=0)
@@ -247,8 +269,8 @@ def test_a_model_that_memory_does_not_hold_is_streamed_with_a_note(
     said = [line for line in report.lines if line.startswith("--stream")]
     assert said == [
         (
-            f"--stream: the model in FP32 and its codes take {size / 1e9:,.3g} GB, and 80% of the memory available is "
-            f"{size / 1e9:,.3g} GB: predicting layer by layer"
+            f"--stream: the model in FP32, its codes and the tensors of a pass take {size / 1e9:,.3g} GB, and 80% of "
+            f"the memory available is {size / 1e9:,.3g} GB: predicting layer by layer"
         )
     ]
 
