@@ -53,6 +53,7 @@ They write nothing into a run:
     cpu_time         the seconds of a token on this CPU, by those of calibrating
     plan             time, memory and disk of each stage of a run, before the first begins
     plan_rates       the pace of this machine, by a few tokens and GEMMs
+    plan_images      the time of the part that sees, for rows with images
 
 They join stages:
 

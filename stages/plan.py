@@ -103,9 +103,19 @@ class Planned:
     @property
     def tokens(self) -> int:
         """The tokens that are calibrated on, those of rows with images among them."""
+        return int(self.collected.windows.size) + self.calibration_rows
+
+    @property
+    def calibration_rows(self) -> int:
+        """The tokens of rows with images that are calibrated on."""
         images = self.collected.images
-        of_rows = sum(row.tokens for row in images.calibration) if images else 0
-        return int(self.collected.windows.size) + of_rows
+        return sum(row.tokens for row in images.calibration) if images else 0
+
+    @property
+    def evaluation_rows(self) -> int:
+        """The tokens of rows with images that are evaluated on."""
+        images = self.collected.images
+        return sum(row.tokens for row in images.evaluation) if images else 0
 
     @property
     def begin(self) -> float:
@@ -217,7 +227,7 @@ def _calibration(plan: Planned) -> PlannedStage:
             work += moments
         disk += moments + _spent_codes(plan)
     memory = rates.base_bytes + rates.weight_bytes + plan.options.calibrate.batch_size * rates.window_bytes
-    seconds = plan.begin + plan.tokens * token
+    seconds = plan.begin + plan.tokens * token + plan.calibration_rows * rates.seeing
     return PlannedStage("calibrate", seconds, memory, disk, "--samples, --seq-len", freed=work)
 
 
@@ -261,7 +271,7 @@ def _search(plan: Planned, validation: PlannedStage) -> PlannedStage:
     gathered = 0.0
     if not plan.outlook.moments:  # the model is measured again
         gathered = _moments_bytes(rates)
-        rounding += plan.begin + plan.tokens * (rates.observed + rates.moments)
+        rounding += plan.begin + plan.tokens * (rates.observed + rates.moments) + plan.calibration_rows * rates.seeing
     work = rates.backward_bytes(PREDICTED_WINDOWS * plan.window, plan.losses_by_layer) + rates.numbers
     return PlannedStage(
         "search of a form",
@@ -299,7 +309,20 @@ def _validation_seconds(plan: Planned, names: Sequence[str]) -> float:
         batch = windows_at_once(context, prompt, plan.source.text_config.vocab_size)
         tokens += STEP_TOKENS * -(-windows // batch) * (context - prompt - 1)
     seconds = sum(rates.load_seconds + rates.pace * BEGIN_SECONDS + tokens * rates.of_runtime(name) for name in names)
-    return seconds + len(names) * plan.evaluation.protocol.tokens * rates.scoring
+    seconds += len(names) * plan.evaluation.protocol.tokens * rates.scoring
+    return seconds + _rows_seconds(plan, names)
+
+
+def _rows_seconds(plan: Planned, names: Sequence[str]) -> float:
+    """The seconds of evaluating rows with images: whole models of torch read them, or none does."""
+    rates = plan.rates
+    in_torch = [name for name in names if name in WITHOUT_GRAPH]
+    tokens = plan.evaluation_rows
+    options = replace(plan.options.validate, as_served=None, accumulator=None)
+    if not tokens or not in_torch or go_by_layer(in_torch, lambda: plan.source, options, Notes(SILENT)):
+        return 0.0
+    passes = sum(rates.of_runtime(name) + rates.scoring + rates.seeing for name in in_torch)
+    return len(in_torch) * plan.begin + tokens * passes
 
 
 def _validation(plan: Planned) -> PlannedStage:

@@ -32,6 +32,7 @@ from ..validate.accuracy.divergence import Baseline, StoredLogits, block_size, m
 from .corpus import Collected
 from .gradients import TOKENS, pass_bytes, pass_values
 from .measure import Shape, observed_shapes
+from .plan_images import seeing_products
 from .shared.texts import Tokens
 
 #: The largest weights in BF16, in bytes, that are loaded to measure a forward pass.
@@ -60,7 +61,8 @@ class Rates:
     """Seconds for a token: `plain` forward, `observed` with statistics, in `fp32`, through the `reference` and `onnx`,
     of `scoring` its logits, and of gathering `moments`; `scaling` a number of a weight, `compensated` all weights by
     GPTQ. `pace`: how much slower than a quiet machine this one runs Python. `inputs`: the widths of distinct inputs;
-    `window_bytes`: what a window takes beside the weights; `pass_values`: a token's in a pass forward and back.
+    `window_bytes`: what a window takes beside the weights; `pass_values`: a token's in a pass forward and back;
+    `seeing`: seconds of the part that sees, for a token of a row with images.
     """
 
     plain: float
@@ -84,6 +86,7 @@ class Rates:
     hidden: int
     vocabulary: int
     pass_values: float
+    seeing: float
     streamed: bool
 
     @property
@@ -136,6 +139,7 @@ def measured_rates(
     probe = Probe(BESIDE_GEMMS * in_gemms, BESIDE_GEMMS * in_gemms, 0.0, 0.0)
     if not stream and weights <= LOADED_BYTES:
         probe = probed(source, collected.windows, batch_size, device, numbers)
+    rows = collected.images.all if collected.images else ()
     widths = tuple(shapes[name][1] for name in inputs)
     rounding = gptq_seconds([*shapes.values()], widths) if moments else 0.0
     fp32 = probe.plain + sum(gemm_time.fp32 - gemm_time.bf16 for gemm_time in times)
@@ -161,6 +165,7 @@ def measured_rates(
         hidden=source.text_config.hidden_size,
         vocabulary=vocabulary,
         pass_values=pass_values(source),
+        seeing=seeing_products(source, rows) * BESIDE_GEMMS * in_gemms / numbers,
         streamed=stream,
     )
 

@@ -45,7 +45,12 @@ class ImageRows(Strict):
     @property
     def digest(self) -> str:
         """SHA-256 of the contents of all rows, wherever their files are."""
-        return digest([*self.calibration, *self.evaluation])
+        return digest(self.all)
+
+    @property
+    def all(self) -> list[ImageRow]:
+        """The rows to calibrate on, and those to evaluate on."""
+        return [*self.calibration, *self.evaluation]
 
 
 def has_image_rows(run: Run) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from seeing_models import PROCESSORS, asking, picture, write_rows
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForMultimodalLM
 from unseen_architectures import random_checkpoint
 
@@ -18,15 +19,18 @@ from fp8q.calibrate.measure.measurement import Measurement, measure_in_memory
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, load_statistics
 from fp8q.calibrate.measure.stream import Stream, measure_streamed
 from fp8q.calibrate.model.processor import RowInputs, load_processor, placeholder
-from fp8q.calibrate.model.source import load_model, open_source
+from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text.chat import content_parts, messages
 from fp8q.calibrate.text.image_rows import ImageRow, image_files
 from fp8q.core.errors import BackendError, InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
+from fp8q.options import PlanOptions, RunOptions
+from fp8q.stages import plan_rates
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.image_inputs import row_inputs
+from fp8q.stages.plan_images import seeing_products
 from fp8q.stages.shared.run_images import load_image_rows
 from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.document import load_accuracy
@@ -59,6 +63,41 @@ def run(request: pytest.FixtureRequest, folders: Path, made_once: MadeOnce) -> R
         calibrated(folders, folder / "run", "mixed.jsonl", config=request.param)
 
     return Run(made_once(f"seeing-{request.param}", make) / "run")
+
+
+@pytest.mark.parametrize("config", PROCESSORS)
+def test_a_plan_counts_the_products_of_the_part_that_sees(config: str, folders: Path) -> None:
+    """Those that torch counts of the row with its image, without those of its text alone, to a tenth."""
+    source = open_source(str(folders / config))
+    chat = asking("1.png")["messages"]
+    row = ImageRow(
+        where="row", messages=messages("row", chat, content_parts), images=image_files("row", chat, folders), tokens=1
+    )
+    inputs = load_processor(source, load_tokenizer(source)).inputs(row)
+    model = load_model(source, torch.float32)
+    operations = []
+    for given in (inputs, {"input_ids": torch.zeros_like(inputs["input_ids"])}):
+        with FlopCounterMode(display=False) as counter, torch.inference_mode():
+            model.base_model(**given, use_cache=False)
+        operations.append(counter.get_total_flops())
+    assert seeing_products(source, [row]) == pytest.approx((operations[0] - operations[1]) / 2, rel=0.1)
+
+
+def test_a_plan_of_a_run_reads_a_row_in_the_middle(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products: list[float] = []
+
+    def counted(source: Source, rows: list[ImageRow]) -> float:
+        assert len(rows) == 4 + 1, "to calibrate and to evaluate on"
+        products.append(seeing_products(source, rows))
+        return products[-1]
+
+    monkeypatch.setattr(plan_rates, "seeing_products", counted)
+    asked = RunOptions(calibrate=OPTIONS, export=api.ExportOptions(graph=False), planning=PlanOptions(plan=True))
+    api.run(str(folders / "Gemma3Config"), str(folders / "mixed.jsonl"), tmp_path / "run", options=asked)
+    assert products[0] > 0
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("config", PROCESSORS)

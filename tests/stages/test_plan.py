@@ -10,6 +10,7 @@ import pytest
 from fp8q import api
 from fp8q.calibrate.model.source import open_source
 from fp8q.calibrate.text.evaluation import cut
+from fp8q.calibrate.text.image_rows import ImageRow
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.options import PlanOptions, RunOptions
@@ -22,18 +23,21 @@ from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.plan import Outlook, Planned, PlannedStage, disk_needed, lines_of, stages_of
 from fp8q.stages.plan_rates import Rates, gptq_seconds
 from fp8q.stages.run import Following
+from fp8q.stages.shared.run_images import ImageRows
 
 SMALL: dict[str, Any] = {"samples": 4, "seq_len": 64, "batch_size": 2}
 RATES = Rates(
     plain=1.0, observed=2.0, fp32=3.0, reference=1.5, onnx=4.0, scoring=0.25, moments=0.5, scaling=0.01,
     compensated=100.0, pace=2.0, load_seconds=5.0, base_bytes=1000, weight_bytes=200, window_bytes=10, parameters=100,
-    numbers=80, inputs=(3, 4), layers=2, hidden=4, vocabulary=10, pass_values=20, streamed=False,
+    numbers=80, inputs=(3, 4), layers=2, hidden=4, vocabulary=10, pass_values=20, seeing=7.0, streamed=False,
 )  # fmt: skip
 
 
-def collected(windows: int, evaluated: int) -> Collected:
+def collected(windows: int, evaluated: int, images: ImageRows | None = None) -> Collected:
     ids = np.zeros((windows, 8), np.int64)
-    return Collected(ids, np.zeros(evaluated, np.int64), ("a", "b"), [], api.CalibrateOptions(), Opening(bos="never"))
+    nothing = np.zeros(evaluated, np.int64)
+    opening = Opening(bos="never")
+    return Collected(ids, nothing, ("a", "b"), [], api.CalibrateOptions(), opening, images=images)
 
 
 def planned(
@@ -42,12 +46,13 @@ def planned(
     validate: api.ValidateOptions = api.ValidateOptions(),
     prompt: int | None = None,
     server: Any = None,
+    images: ImageRows | None = None,
     **options: Any,
 ) -> dict[str, PlannedStage]:
     asked = RunOptions(calibrate=api.CalibrateOptions(batch_size=2, server=server, **options), validate=validate)
     evaluation = cut(np.zeros(16, np.int64), "b", 8, 8, prompt=prompt)
     outlook = Outlook(False, moments, False, options.get("keep_moments") is False)
-    plan = Planned(open_source(str(demo_checkpoint)), asked, collected(3, 16), evaluation, outlook, RATES)
+    plan = Planned(open_source(str(demo_checkpoint)), asked, collected(3, 16, images), evaluation, outlook, RATES)
     return {stage.name: stage for stage in stages_of(plan)}
 
 
@@ -65,6 +70,19 @@ def test_times_are_tokens_times_what_a_token_takes(demo_checkpoint: Path) -> Non
     assert with_moments["calibrate"].disk == 4 * (3 * 3 + 4 * 4)
     assert with_moments["scales and checkpoint"].seconds == 2 + 0.8 + 100
     assert "costliest weights" in planned(demo_checkpoint, bf16_weights=0.03)
+
+
+def test_rows_with_images_take_the_time_of_the_part_that_sees_too(demo_checkpoint: Path) -> None:
+    """Two rows of 20 tokens calibrate; one of 5 is evaluated by whole models: BF16 and the reference, loaded again."""
+    calibrated, evaluated = (ImageRow(where="row", messages=[], images=[], tokens=tokens) for tokens in (20, 5))
+    rows = ImageRows(calibration=[calibrated, calibrated], evaluation=[evaluated])
+    stages, without = planned(demo_checkpoint, images=rows), planned(demo_checkpoint)
+    assert stages["calibrate"].seconds - without["calibrate"].seconds == 40 * (2 + 7)
+    begin = 5 + 2 * 1.0
+    added = 2 * begin + 5 * (1 + 1.5 + 2 * (0.25 + 7))
+    assert stages["validate"].seconds - without["validate"].seconds == added
+    by_layer = planned(demo_checkpoint, images=rows, validate=api.ValidateOptions(stream=True))
+    assert by_layer["validate"].seconds == without["validate"].seconds
 
 
 def test_a_report_takes_the_time_of_what_both_models_continue(demo_checkpoint: Path) -> None:
