@@ -210,5 +210,6 @@ def weight_amax(module: torch.nn.Module) -> npt.NDArray[np.float32]:
     """The largest magnitude of each output channel of a linear layer's weight, float32 [output channels]."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor), "a GEMM has a weight"
-    amax: npt.NDArray[np.float32] = weight.detach().abs().amax(1 - output_channel_axis(module)).float().cpu().numpy()
+    smallest, largest = torch.aminmax(weight.detach(), dim=1 - output_channel_axis(module))  # `abs` would copy it
+    amax: npt.NDArray[np.float32] = torch.maximum(smallest.abs(), largest.abs()).float().cpu().numpy()
     return amax
