@@ -37,7 +37,7 @@ from rounded_runs import (
 )
 from row_figures import RowFigures, publish_rows
 
-from fp8q.api import RescaleOptions, distill, scales, sensitivity
+from fp8q.api import DistillOptions, RescaleOptions, distill, scales, sensitivity
 from fp8q.core.run import Run
 
 #: Calibration windows of the rows that see more or less text than GPTQ's.
@@ -45,6 +45,11 @@ MORE_AND_LESS = (16, 256)
 #: The share of bytes that modules in BF16 may add.
 BF16_BYTES = 0.03
 WORST, LEARNED, OUTPUT_SIDE_LEARNED = "gptq, the worst in BF16", "gptq, then learned", f"{OUTPUT_SIDE}, then learned"
+#: All levers at once, from four times the text: windows that are measured, those of which the output side is known, and
+#: the row that learns from as many afterwards, once.
+MOST_WINDOWS, MOST_OUTPUT_WINDOWS = 256, 80
+MOST = f"{EXACT_OUTPUT_SIDE}, {MOST_WINDOWS} windows"
+MOST_LEARNED = f"{MOST}, then learned"
 #: Row -> the row that it goes on from.
 STARTS = {
     WEIGHED: GPTQ,
@@ -53,9 +58,11 @@ STARTS = {
     EXACT_OUTPUT_SIDE: EXACT,
     LEARNED: GPTQ,
     OUTPUT_SIDE_LEARNED: OUTPUT_SIDE,
+    MOST: EXACT_OUTPUT_SIDE,
+    MOST_LEARNED: MOST,
 }
 #: Rows whose codes are those of their start, but for some.
-REVISED = (OUTPUT_SIDE, EXACT_OUTPUT_SIDE, LEARNED, OUTPUT_SIDE_LEARNED)
+REVISED = (OUTPUT_SIDE, EXACT_OUTPUT_SIDE, LEARNED, OUTPUT_SIDE_LEARNED, MOST_LEARNED)
 
 
 def without_the_worst(run: Run, weights: Weights) -> Weights:
@@ -115,6 +122,13 @@ def rows_of(runs: RoundedRuns) -> dict[str, Callable[[], Rounded]]:
     def rescaled(row: str) -> Callable[[], Rounded]:
         return lambda: runs.rounded(row)
 
+    most = runs.folder / f"run, {MOST}"
+
+    def most_learned() -> tuple[Run, float]:
+        run, seconds = with_seconds(Run(most))
+        distill(run.root, runs.asked.data, DistillOptions(samples=MOST_WINDOWS, epochs=1.0))
+        return run, seconds + run.record().stages["distill"].seconds
+
     samples = runs.asked.samples
     others = {f"gptq, {windows} windows": windows for windows in MORE_AND_LESS}
     return {
@@ -125,6 +139,10 @@ def rows_of(runs: RoundedRuns) -> dict[str, Callable[[], Rounded]]:
         WORST: worst,
         LEARNED: learned(LEARNED),
         OUTPUT_SIDE_LEARNED: learned(OUTPUT_SIDE_LEARNED),
+        MOST: calibrated(
+            MOST, **RESCALED[EXACT_OUTPUT_SIDE] | {"samples": MOST_WINDOWS, "weigh_outputs": MOST_OUTPUT_WINDOWS}
+        ),
+        MOST_LEARNED: lambda: runs.rounded(MOST_LEARNED, most_learned),
     }
 
 

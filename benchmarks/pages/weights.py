@@ -33,6 +33,7 @@ LEVER_TITLES = {
     "gptq, then learned": "`gptq`, 64 windows, then `fp8q distill`",
     "output side": "the same, `--weigh-outputs 20`",
     "output side, exact": "the same, `--weigh-outputs 20`",
+    "output side, exact, 256 windows": "the same, 256 windows, `--weigh-outputs 80`",
 }
 #: A model -> its results with rows of the output side, each behind the row that it goes on from.
 OUTPUT_SIDE = {

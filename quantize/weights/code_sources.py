@@ -28,7 +28,7 @@ from .channels import (
     weight_summary,
 )
 from .gptq import Compensation, Compensations
-from .output_side import load_output_side, revised_codes
+from .output_side import CompensatedCodes, codes_by_gradients, load_output_side, revised_codes
 from .rounding_progress import CachedCodes
 
 
@@ -115,7 +115,15 @@ class GptqCodes:
         if side is None or made.scale.dim() == 2:
             return made
         lost = self.compensations.lost[module]
-        codes = revised_codes(rows, made.codes, made.scale, compensation, side, lost)
+
+        def weighed(share: float) -> Compensation:
+            return self.compensations.by_gradients(module, side.weighed, share, str(rows.device))
+
+        def loss(codes: torch.Tensor) -> float:
+            return side.loss_of_codes(rows, made.scale, codes, lost)
+
+        codes, chosen = codes_by_gradients(rows, made.scale, CompensatedCodes(made.codes, compensation), weighed, loss)
+        codes = revised_codes(rows, codes, made.scale, chosen, side, lost)
         return QuantizedWeight(codes, made.scale, weight_summary(rows, codes, made.scale, self.scaling.method, "gptq"))
 
 

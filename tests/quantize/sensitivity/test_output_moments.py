@@ -16,6 +16,7 @@ from fp8q.quantize.sensitivity.output_gradients import (
     LayerGradients,
     OutputMoments,
     WatchedGemms,
+    WeighedMoments,
     is_judged_by,
     output_gradients,
 )
@@ -37,6 +38,7 @@ def test_moments_and_held_out_tokens_are_those_of_the_whole_model(source: Source
     model = load_model(source, torch.float32, "cpu").requires_grad_(False)
     watched = WatchedGemms(model, observed_gemms(model))
     sums: dict[str, torch.Tensor] = {}
+    weighed: dict[str, torch.Tensor] = {}
     for number in range(3):
         with seeing(watched) as (seen, cache), torch.enable_grad():
             tokens = torch.from_numpy(WINDOWS[number : number + 1])
@@ -47,11 +49,18 @@ def test_moments_and_held_out_tokens_are_those_of_the_whole_model(source: Source
             gradient = gradients[module][0, 1:]
             if number < 2:
                 sums[module] = sums.get(module, torch.zeros(())) + gradient.T @ gradient
+                inputs = seen.inputs[module][0, 1:].detach()
+                of_tokens = inputs.T @ (gradient.norm(dim=1)[:, None] * inputs)
+                weighed[module] = weighed.get(module, torch.zeros(())) + of_tokens
                 continue
             side = load_output_side(gathering.outputs, module)
             assert side is not None
             torch.testing.assert_close(
                 side.moments, sums[module], rtol=1e-3, atol=1e-3 * float(sums[module].abs().max())
+            )
+            expected = weighed[module] / weighed[module].trace()
+            torch.testing.assert_close(
+                side.weighed / side.weighed.trace(), expected, rtol=1e-3, atol=1e-3 * float(expected.max())
             )
             torch.testing.assert_close(side.gradients, gradient, rtol=0.02, atol=0.01 * float(gradient.abs().max()))
             assert side.inputs.shape == (23, model.get_submodule(module).get_parameter("weight").shape[1])
@@ -69,7 +78,7 @@ def test_a_gathering_that_was_killed_in_a_layer_goes_on_there_and_gives_the_same
     expected.mkdir()
     gathering = OutputMoments(source, BATCHES, expected)
     gathering.run(SILENT, "Weighing outputs in")
-    assert len(files(gathering.outputs)) == 3 * 28
+    assert len(files(gathering.outputs)) == 4 * 28
 
     saved = LayerGradients.save
     layers = list[LayerGradients]()
@@ -99,13 +108,15 @@ Usage = namedtuple("Usage", ("total", "used", "free"))
 def test_a_disk_without_room_is_refused_with_the_numbers(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four layers of H_O, float32, of q, o and down (256 channels), k and v (128), gate and up (704)."""
-    size = 4 * 4 * (3 * 256**2 + 2 * 128**2 + 2 * 704**2)
+    """Four layers of H_O, float32, of q, o and down (256 channels), k and v (128), gate and up (704), and as many
+    moments of inputs: of down (704 channels) and of the six others (256).
+    """
+    size = 4 * 4 * (3 * 256**2 + 2 * 128**2 + 2 * 704**2 + 704**2 + 6 * 256**2)
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10**9, 10**9 - size + 1, size - 1))
     with pytest.raises(InputError) as refused:
         OutputMoments(source, BATCHES, tmp_path)
     assert str(refused.value) == (
-        f"--weigh-outputs: the moments of outputs take 19.5 MB on the disk of {tmp_path.parent}, which has 19.5 MB "
+        f"--weigh-outputs: the moments of outputs take 33.8 MB on the disk of {tmp_path.parent}, which has 33.8 MB "
         "free; free some, or leave it out"
     )
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10**9, 10**9 - size, size))
@@ -120,8 +131,19 @@ def test_a_gemm_whose_gradients_are_not_finite_has_no_files(tmp_path: Path, judg
         for module, number in (("a", 1.0), ("b", float("nan") if window == judged else 1.0)):
             sums.add(module, torch.ones(2, 3), torch.full((2, 4), number), window)
     sums.save(tmp_path)
-    assert sorted(files(tmp_path)) == ["a.gradients.npy", "a.inputs.npy", "a.npy"]
+    assert sorted(files(tmp_path)) == ["a.gradients.npy", "a.inputs.npy", "a.npy", "a.weighed.npy"]
     assert load_output_side(tmp_path, "b") is None
+
+
+def test_a_token_counts_by_its_gradient_once_in_the_mean() -> None:
+    """Gradients of 3 and 1: their tokens count one and a half times and half a time, of an energy of 4 + 1."""
+    inputs = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+    moments = WeighedMoments.of(inputs)
+    moments.add(inputs, torch.tensor([[3.0, 0.0], [0.0, -1.0]]))
+    assert torch.equal(moments.scaled(), torch.tensor([[1.5 * 4, 0.0], [0.0, 0.5 * 1]]) / 5)
+    nothing = WeighedMoments.of(inputs)
+    nothing.add(inputs, torch.zeros(2, 2))
+    assert torch.equal(nothing.scaled(), torch.zeros(2, 2))
 
 
 def test_the_last_of_every_five_windows_is_held_out_and_of_fewer_the_last() -> None:
@@ -131,7 +153,7 @@ def test_the_last_of_every_five_windows_is_held_out_and_of_fewer_the_last() -> N
 
 
 def test_the_loss_is_the_square_of_gradient_times_error_and_of_the_inputs_noise() -> None:
-    side = OutputSide(torch.eye(2), torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]]))
+    side = OutputSide(torch.eye(2), torch.eye(2), torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]]))
     weight, values = torch.tensor([[1.0, 1.0], [2.0, 2.0]]), torch.tensor([[0.5, 1.0], [2.0, 3.0]])
     assert side.loss(weight, values, 0.0) == (3 * 0.5 + 1 * 2) ** 2
     noise = (3 * 0.5 - 2) ** 2 * 1 + (3 * 1 - 3) ** 2 * 4
