@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any
 
 from real_rows import Weights, dynamic_input, quantized, static_input
+from result import arguments
 from rounded_runs import GPTQ, WEIGHED, RoundedRuns, with_seconds
 from row_figures import RowFigures, publish_rows
 
@@ -135,4 +136,4 @@ def measure(runs: RoundedRuns) -> RowFigures:
 
 
 if __name__ == "__main__":
-    sys.exit(publish_rows("input_mixes", __doc__, measure))
+    sys.exit(publish_rows("input_mixes", arguments(__doc__), measure))

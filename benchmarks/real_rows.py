@@ -6,7 +6,7 @@ that form rounds them. `mxfp8.py` takes its forms from here too.
 
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ FP8_QUERIES = "fp8_queries"
 #: Takes the input of a GEMM and returns the numbers that the GEMM multiplies.
 Input = Callable[[torch.Tensor], torch.Tensor]
 #: Module -> the numbers that its codes stand for, float32 [out, in].
-Weights = dict[str, torch.Tensor]
+Weights = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -57,21 +57,60 @@ class Candidate:
     cache: Callable[[], Cache] | None = None
 
 
-def dequantized(directory: Path) -> tuple[Weights, dict[str, float]]:
-    """Code × scale of every FP8 weight of the checkpoint in `directory`, in any form that fp8q reads, and the static
-    scale of each module's input where it has one.
+class LazyWeights(Mapping[str, torch.Tensor]):
+    """Weights of which each is made when it is asked for: in FP32 those of larger models take as much as the model."""
+
+    def __init__(self, modules: Iterable[str], make: Callable[[str], torch.Tensor]):
+        """`make`: module -> the numbers of its codes, float32 [out, in]."""
+        self._modules = tuple(modules)
+        self._make = make
+
+    def __getitem__(self, module: str) -> torch.Tensor:
+        if module not in self._modules:
+            raise KeyError(module)
+        return self._make(module)
+
+    def __contains__(self, module: object) -> bool:
+        return module in self._modules
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+
+@dataclass(frozen=True)
+class StoredCodes:
+    """An FP8 checkpoint in any form that fp8q reads: code × scale of every weight in codes, read when it is asked for;
+    its scale where it has one alone; and the static scale of each module's input where it has one.
     """
+
+    weights: Weights
+    scales: Mapping[str, float]
+    input_scales: Mapping[str, float]
+
+
+def stored_codes(directory: Path) -> StoredCodes:
+    """Open the checkpoint in `directory`."""
     source = open_source(str(directory), fingerprinted=False, recognize=recognize)
     fp8, tensors = fp8_source(source), source.weights()
     assert fp8 is not None, f"{directory} holds no codes"
-    scales = {name.removesuffix(".weight"): fp8.input_scale(name) for name in fp8.weights}
-    static = {module: scale for module, scale in scales.items() if scale is not None}
-    return {module: tensors.tensor(f"{module}.weight") for module in scales}, static
+    scales = dict[str, float]()
+    input_scales = dict[str, float]()
+    for module, codes in fp8.checkpoint.codes.items():
+        if codes.granularity == "tensor":
+            scales[module] = float(fp8.checkpoint.scales(codes).item())
+        static = fp8.input_scale(codes.weight)
+        if static is not None:
+            input_scales[module] = static
+    weights = LazyWeights(fp8.checkpoint.codes, lambda module: tensors.tensor(f"{module}.weight"))
+    return StoredCodes(weights, scales, input_scales)
 
 
 def stored_weights(run: Run) -> Weights:
-    """Code × scale of every weight that `fp8q calibrate` quantized."""
-    return dequantized(run.model)[0]
+    """Code × scale of every weight that `fp8q calibrate` quantized, read at once: files of a run are replaced."""
+    return dict(stored_codes(run.model).weights)
 
 
 def exact_input(x: torch.Tensor) -> torch.Tensor:
@@ -121,24 +160,36 @@ def bf16_model(source: Source) -> nn.Module:
     return model
 
 
+def peer_checkpoint(
+    python: str, scheme: str, directory: Path, windows: npt.NDArray[np.int64], folder: Path
+) -> StoredCodes:
+    """Have llm-compressor of the interpreter `python` write a checkpoint with `scheme` into a folder in `folder`, where
+    it is not there: calibrated on `windows` int64 [windows, tokens] in FP32, for it takes hours in BF16 on a processor
+    without its units.
+    """
+    out = folder / scheme
+    if not (out / "config.json").is_file():
+        np.save(folder / "windows.npy", windows)
+        words = [python, str(PEER), str(directory), str(folder / "windows.npy"), str(out), scheme, "float32"]
+        subprocess.run(words, check=True, capture_output=True)
+    return stored_codes(out)
+
+
 def compressed(
     source: Source, python: str, scheme: str, directory: Path, windows: npt.NDArray[np.int64], folder: Path
 ) -> nn.Module:
-    """What llm-compressor of the interpreter `python` writes with `scheme`, calibrated on `windows` int64 [windows,
-    tokens] in FP32, for it takes hours in BF16 on a processor without its units.
+    """The model of `source` as llm-compressor writes it with `scheme`, calibrated on `windows` int64 [windows, tokens]:
+    no server rounds weights again.
     """
-    np.save(folder / "windows.npy", windows)
-    out = folder / scheme
-    words = [python, str(PEER), str(directory), str(folder / "windows.npy"), str(out), scheme, "float32"]
-    subprocess.run(words, check=True, capture_output=True)
-    weights, scales = dequantized(out)
+    stored = peer_checkpoint(python, scheme, directory, windows, folder)
     if scheme == "FP8":
-        return quantized(source, weights, {module: _scaled(scale) for module, scale in scales.items()})
-    inputs: Input = dynamic_input if scheme == "FP8_DYNAMIC" else partial(group_values, powers=False)
-    return quantized(source, weights, dict.fromkeys(weights, inputs))
+        inputs = {module: scaled_input(scale) for module, scale in stored.input_scales.items()}
+        return quantized(source, stored.weights, inputs)
+    rounded: Input = dynamic_input if scheme == "FP8_DYNAMIC" else partial(group_values, powers=False)
+    return quantized(source, stored.weights, dict.fromkeys(stored.weights, rounded))
 
 
-def _scaled(scale: float) -> Input:
+def scaled_input(scale: float) -> Input:
     """The rounding of an input by the static scale of a checkpoint."""
     one = torch.tensor([scale])
     return lambda x: code_values(x, one) * one
@@ -164,7 +215,7 @@ def own_rows(
     which is `--preset exact`, calibrate others.
     """
     gptq = stored_weights(run)
-    nearest: Weights = {}
+    nearest = dict[str, torch.Tensor]()
 
     def in_form(form: str, inputs: Callable[[TensorScale], Input], weights: Weights, clip: str) -> Candidate:
         scales(run.root, RescaleOptions(weight_rounding="nearest", form=(form,), clip=Clipping(clip)))

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from real_checkpoints import checkpoint
 from real_models import PROTOCOL, Judge, Tokens, evaluation_windows
-from real_rows import Weights, dequantized
+from real_rows import Weights, stored_codes
 from result import changes
 from stale import UNREAD, git
 from torch import nn
@@ -32,7 +32,7 @@ from torch import nn
 from fp8q.api import CalibrateOptions, ExportOptions, RescaleOptions, calibrate, scales
 from fp8q.calibrate.model.source import load_model
 from fp8q.core.run import Run
-from fp8q.options import PRESETS
+from fp8q.options import PRESETS, WeightRounding
 from fp8q.stages.shared.sources import source_of
 
 #: Tokens of a calibration window.
@@ -79,14 +79,16 @@ class RoundedRuns:
         self.folder = folder
         self.context, count = PROTOCOL[name]
         self.windows = asked.windows or count
+        #: The rounding that the run is measured for: by "nearest" it has no second moments.
+        self.first: WeightRounding = "gptq"
 
     @cached_property
     def run(self) -> Run:
-        """The run that rows are rescaled from, measured with GPTQ's second moments."""
-        run = Run(self.folder / "run")
-        if (self.folder / f"{_file_name(GPTQ)}.json").is_file():
+        """The run that rows are rescaled from."""
+        run = Run(self.folder / ("run" if self.first == GPTQ else f"run, {self.first}"))
+        if run.model.is_dir() and (self.folder / f"{_file_name(self.first)}.json").is_file():
             return run  # what it was rescaled to since does not matter
-        return self.calibrated(run.root, weight_rounding="gptq")
+        return self.calibrated(run.root, weight_rounding=self.first)
 
     def calibrated(self, root: Path, **chosen: Any) -> Run:
         """Calibrate the model into `root`, in two codes and on the usual windows unless `chosen` otherwise."""
@@ -118,7 +120,7 @@ class RoundedRuns:
             shutil.rmtree(checkpoint, ignore_errors=True)
             shutil.copytree(run.model, checkpoint, copy_function=os.link)
             facts.write_text(json.dumps({"row": row, "seconds": round(seconds, 1)}), encoding="utf-8")
-        return Rounded(dequantized(checkpoint)[0], json.loads(facts.read_text(encoding="utf-8"))["seconds"])
+        return Rounded(stored_codes(checkpoint).weights, json.loads(facts.read_text(encoding="utf-8"))["seconds"])
 
     @cached_property
     def judge(self) -> Judge:

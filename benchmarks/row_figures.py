@@ -2,13 +2,14 @@
 by the same windows.
 """
 
+import argparse
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from real_models import Tokens, asked_of, ratio, summary
 from real_rows import BF16, bf16_model
-from result import arguments, described, publish
+from result import described, publish
 from rounded_runs import CALIBRATION_CONTEXT, RoundedRuns, rounded_runs, runs_argument
 from torch import nn
 
@@ -47,9 +48,9 @@ class RowFigures:
         return {**contexts, "evaluation_tokens": self.runs.windows * self.runs.context, "rows": self.rows}
 
 
-def publish_rows(benchmark: str, text: str | None, measure: Callable[[RoundedRuns], RowFigures]) -> int:
-    """Measure the rows of every model that is asked for, and print them; `text`: the docstring of the `benchmark`."""
-    asked = asked_of(runs_argument(arguments(text)))
+def publish_rows(benchmark: str, parser: argparse.ArgumentParser, measure: Callable[[RoundedRuns], RowFigures]) -> int:
+    """Measure the rows of every model that is asked for, and print them; `parser`: has the options of the benchmark."""
+    asked = asked_of(runs_argument(parser))
     head = described(benchmark)
     results = {}
     for name in asked.models:

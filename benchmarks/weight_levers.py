@@ -23,6 +23,7 @@ from typing import Any
 
 from real_models import ratio
 from real_rows import Weights, quantized
+from result import arguments
 from rounded_runs import (
     EXACT,
     EXACT_OUTPUT_SIDE,
@@ -169,4 +170,4 @@ def measure(runs: RoundedRuns) -> RowFigures:
 
 
 if __name__ == "__main__":
-    sys.exit(publish_rows("weight_levers", __doc__, measure))
+    sys.exit(publish_rows("weight_levers", arguments(__doc__), measure))

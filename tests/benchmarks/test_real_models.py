@@ -119,14 +119,15 @@ def test_a_tail_gives_second_codes_to_the_second_half_and_to_64_positions_before
 def test_the_weights_of_a_checkpoint_are_within_half_a_step_of_the_original_s(
     demo_checkpoint: Path, tmp_path: Path, form: ConvertForm
 ) -> None:
-    from real_rows import dequantized
+    from real_rows import stored_codes
 
     convert(demo_checkpoint, tmp_path / "fp8", form=form)
-    weights, scales = dequantized(tmp_path / "fp8")
-    assert len(weights) == 28
-    assert not scales
+    stored = stored_codes(tmp_path / "fp8")
+    assert len(stored.weights) == 28
+    assert not stored.scales
+    assert not stored.input_scales
     with safe_open(demo_checkpoint / "model.safetensors", "pt") as file:
-        for module, values in weights.items():
+        for module, values in stored.weights.items():
             original = file.get_tensor(f"{module}.weight").float()
             # half of a subnormal's, under the scale of the whole tensor, a power of two up to twice as large
             step = original.abs().amax() / 448 * 2**-9
@@ -134,15 +135,15 @@ def test_the_weights_of_a_checkpoint_are_within_half_a_step_of_the_original_s(
 
 
 def test_the_static_scale_of_an_input_is_that_of_the_run(demo_checkpoint: Path, tmp_path: Path) -> None:
-    from real_rows import dequantized, stored_weights
+    from real_rows import stored_codes, stored_weights
 
     text = demo_checkpoint.parent / "calibration.txt"
     run = calibrate(
         demo_checkpoint, text, tmp_path / "run", samples=2, seq_len=32, export_options=ExportOptions(graph=False)
     )
-    weights, scales = dequantized(run.model)
-    assert scales == {name: activation.scale for name, activation in load_scales(run).activations.items()}
-    assert stored_weights(run).keys() == weights.keys() == scales.keys()
+    stored = stored_codes(run.model)
+    assert stored.input_scales == {name: activation.scale for name, activation in load_scales(run).activations.items()}
+    assert stored_weights(run).keys() == stored.weights.keys() == stored.input_scales.keys()
 
 
 def test_what_the_best_rounding_of_weights_misses_is_told_with_its_figures() -> None:
