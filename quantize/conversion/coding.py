@@ -89,7 +89,8 @@ def _encoded(values: torch.Tensor, scales: Float32s, blocks: bool) -> CodedPart:
     codes = torch.empty((rows, columns), dtype=CODE)
     errors = Errors()
     for chunk in _chunks(rows, columns, blocks):
-        quotients = values[chunk].float().div_(_spread(scales, chunk, blocks))
+        # in FP32 already they would be a view with gaps, which the proof cannot read
+        quotients = values[chunk].float().contiguous().div_(_spread(scales, chunk, blocks))
         codes[chunk] = coded = round_quotients(quotients)
         errors |= largest_errors(quotients, coded)
     return CodedPart(codes.view(torch.uint8).numpy(), scales, errors)

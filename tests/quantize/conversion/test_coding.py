@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8q.core.errors import InputError
+from fp8q.quantize.codes.blocks import block_values
+from fp8q.quantize.codes.encoding import CODE
 from fp8q.quantize.codes.formats import E4M3
-from fp8q.quantize.conversion.coding import CodedPart, encode_part, largest_errors
+from fp8q.quantize.conversion.coding import CodedPart, encode_again, encode_part, largest_errors
 from fp8q.quantize.weights.channels import quantize_weight
 
 #: The error of a value in the middle of two codes whose significands are 1 and 1.125.
@@ -49,6 +51,19 @@ def test_blocks_at_the_edges_are_smaller(shape: tuple[int, int]) -> None:
             scale = float(coded.scales[row, column])
             assert largest / 448 <= scale <= largest / 448 * (1 + 2**-7)
             assert np.array_equal(coded.codes[block], expected(values[block], np.float32(scale)))
+
+
+@pytest.mark.parametrize("columns", [1024, 1100, 2048])
+def test_blocks_of_any_width_are_coded_again_and_proven(columns: int) -> None:
+    """More than 1,024 columns are coded in pieces, which are views with gaps of numbers that are in FP32 already."""
+    before = encode_part("w", weight(130, columns), blocks="bf16")
+    codes = torch.from_numpy(before.codes).view(CODE)
+    again = encode_again("w", codes, before.scales)
+    assert 0 < again.errors.steps <= 0.5
+    assert np.array_equal(again.scales, np.exp2(np.ceil(np.log2(before.scales))))
+    numbers = block_values(codes, torch.from_numpy(before.scales))
+    spread = np.repeat(np.repeat(again.scales, 128, 0), 128, 1)[:130, :columns]
+    assert np.array_equal(again.codes, expected(numbers, spread))
 
 
 @given(st.integers(0, 2**31), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
