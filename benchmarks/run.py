@@ -101,6 +101,10 @@ BY_HAND: Mapping[str, str] = {
     "input_mixes_gemma3": (
         "input_mixes.py gemma3 --rows '^(0% exact$|10%|25%|50%|100%)' --windows 24 --runs build/runs"
     ),
+    "served_forms": (
+        "served_forms.py smollm2 --rows '^(ModelOpt|MX|llm.*BLOCK$|fp8q, (block|one, --weight).*nearest)' "
+        "--runs build/runs"
+    ),
     "weight_levers_outputs": "weight_levers.py smollm2 --rows '^(gptq, weighed|output side$)' --runs build/runs",
     "weight_levers_outputs_exact": (
         "weight_levers.py smollm2 --rows '^(gptq, weighed|(output side, )?exact(, 256 windows)?$)' --runs build/runs"
@@ -140,6 +144,7 @@ PEERS = (
     "made_by_others_smollm2",
     "real_models_smollm2",
     "real_models_gemma3",
+    "served_forms",
 )
 #: Part of `PEERS` -> the arguments that leave the peer's rows as they are.
 WITHOUT_PEER: Mapping[str, Sequence[str]] = {"accuracy": ("--again", f"^(?!{re.escape(COMPRESSOR)})")}

@@ -1,45 +1,64 @@
-"""The table of docs/forms.md: what each form costs, beside the servers that read it."""
+"""The tables of docs/forms.md: what each form costs as a server computes it, and what lies between two forms."""
 
 from collections.abc import Mapping
-from typing import Literal
 
 from markdown import load, table
 
-from fp8q.options import CheckpointServer, Kind, Server
-from fp8q.quantize.scales.servers import computes
-from pages.real import flips, kl, perplexity
+from pages.real import BF16, EXACT_ALONE, flips, kl, perplexity, rows_in, rows_of
+from pages.real import MODELS as REAL_MODELS
 
-#: Row of the result -> its name in the table, and the form that fp8q writes of it.
-READERS: Mapping[str, tuple[str, Kind | Literal["every"]]] = {
-    "BF16": ("BF16 itself", "every"),
-    "one": ("`one`", "one"),
-    "one, tensor weights": ("`one`, `--weight-scale tensor`", "one"),
-    "dynamic": ("`dynamic`", "dynamic"),
-    "block": ("`block`, `--block-scale-grid bf16`", "block"),  # measured before powers of two
-    "two": ("`two`, by `fp8q-vllm` in vLLM", "two"),
-    "bf16": ("`bf16`: weights alone", "bf16"),
+#: What a decision compares: row of the result -> its name there. Blocks were measured before powers of two.
+DECIDED = {
+    "one": "`one`",
+    "dynamic": "`dynamic`",
+    "block": "`block`, `--block-scale-grid bf16`",
+    "MXFP8, floor": "MXFP8, exponents by floor",
+    "MXFP8, up": "MXFP8, exponents up",
 }
-SERVERS: Mapping[str, Server | CheckpointServer] = {
-    "transformers": "transformers", "vLLM": "vllm-plugin", "SGLang": "sglang", "TensorRT-LLM": "tensorrt-llm",
-}  # fmt: skip
-#: Rows of what fp8q does not write.
-MXFP8 = {"MXFP8, floor": "MXFP8, exponents by floor", "MXFP8, up": "MXFP8, exponents up"}
 NAMES = {"demo": "demo", "smollm2": "SmolLM2-135M"}
+#: Rows of forms as servers compute them: the title, and the row in the results of `served_forms.py` or, where a server
+#: computes what was written, of `real_models.py`.
+SERVED: Mapping[str, str] = {
+    "ModelOpt `FP8_DEFAULT_CFG`": "ModelOpt FP8_DEFAULT_CFG",
+    "llm-compressor `FP8`": "llm-compressor FP8",
+    "llm-compressor `FP8_BLOCK`": "llm-compressor FP8_BLOCK",
+    "MXFP8": "MXFP8",
+    "`one`, `--weight-scale tensor`, `nearest`": "fp8q, one, --weight-scale tensor, nearest",
+    "`one`, `--weight-scale tensor`, `gptq`": "fp8q, one, --weight-scale tensor, gptq",
+    "`block`, `nearest`": "fp8q, block, nearest",
+    "`block`, `gptq`": "fp8q, block, gptq",
+    "`block`, `--block-scale-grid bf16`, `nearest`, on Ada": "fp8q, block, FP32 scales, nearest",
+}
+WRITTEN: Mapping[str, str] = {
+    "BF16 itself": BF16,
+    "llm-compressor `FP8_DYNAMIC`": "llm-compressor FP8_DYNAMIC",
+    "llm-compressor `FP8_BLOCK`, on Ada": "llm-compressor FP8_BLOCK",
+    "`one`, `nearest`": "fp8q, default",
+    "`one`, `gptq`": "fp8q, one code, gptq",
+    "`dynamic`, `nearest`": "fp8q, dynamic",
+    "`dynamic`, `gptq`": "fp8q, dynamic, gptq",
+    "`tail:64`, `gptq`, with `fp8q-vllm`": "fp8q, a tail of 64, gptq",
+    "`two`, `gptq`, with `fp8q-vllm`": "fp8q, two codes, gptq",
+    "`bf16`, `nearest`": "weights alone, nearest",
+    "`bf16`, `gptq`": "weights alone, gptq",
+    "`bf16`, `--preset exact`": EXACT_ALONE,
+}
+#: Model -> the results of its served forms.
+SERVED_RESULTS = {"smollm2": "served_forms"}
 
 
-def form_costs() -> str:
-    """Every form: KL and perplexity of both models, and who reads it."""
-    results = load("mxfp8")["results"]
-    rows = []
-    for form, (name, kind) in READERS.items():
-        cells = [name]
-        for model in NAMES:
-            row = results[model]["rows"][form]
-            cells += [kl(row), perplexity(row)]
-        cells.append(_read_by(kind))
-        rows.append(cells)
-    head = [f"{name}: {what}" for name in NAMES.values() for what in ("KL × 10⁶", "perplexity")]
-    return table(["form", *head, "read by"], rows)
+def served_forms() -> str:
+    """Every form as a server computes it, the lossiest first."""
+    cells = []
+    for model, result in SERVED_RESULTS.items():
+        served, written = rows_in(result), rows_of(model)
+        rows = {title: served[name] for title, name in SERVED.items() if name in served}
+        rows |= {title: written[name] for title, name in WRITTEN.items()}
+        own = written[BF16]["kl_mean_micronats"]
+        for title, row in sorted(rows.items(), key=lambda named: -named[1]["kl_mean_micronats"]):
+            times = row.get("kl_over_bf16", row["kl_mean_micronats"] / own)
+            cells.append([REAL_MODELS[model], title, kl(row), f"{times:.1f}", perplexity(row), flips(row)])
+    return table(["model", "form", "KL × 10⁶", "over BF16's", "perplexity", "flips"], cells)
 
 
 #: Model -> the result of its mixes; row -> its title.
@@ -95,19 +114,13 @@ def exact_kinds() -> str:
     return table(["model", "inputs", *(f"`{kind}`" for kind in kinds)], cells)
 
 
-def _read_by(kind: Kind | Literal["every"]) -> str:
-    read = [title for title, server in SERVERS.items() if kind == "every" or computes(server, kind)]
-    return "all four" if len(read) == len(SERVERS) else ", ".join(read)
-
-
 def mxfp8_decision() -> str:
     """KL of MXFP8 and of what it would stand beside."""
     results = load("mxfp8")["results"]
-    forms = {form: READERS[form][0] for form in ("one", "dynamic", "block")} | MXFP8
-    rows = [[name, *(kl(results[model]["rows"][form]) for model in NAMES)] for form, name in forms.items()]
+    rows = [[title, *(kl(results[model]["rows"][form]) for model in NAMES)] for form, title in DECIDED.items()]
     return table(["form", *NAMES.values()], rows)
 
 
-TABLES = (form_costs, exact_shares)
+TABLES = (served_forms, exact_shares)
 KIND_TABLES = (input_mixes, exact_kinds)
 DECISION_TABLES = (mxfp8_decision,)
