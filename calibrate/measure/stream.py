@@ -12,7 +12,7 @@ A step (the modules before the layers, each layer, the modules after them) reads
 other, and ends with a file of its statistics; a killed run goes on after the last complete step.
 
 Rows with images enter the first layer with the embeddings of what is seen among those of tokens: the vision part runs
-once, before the layers. A model that adds features of images between its layers is no chain.
+once, before the layers. Features of images that a model adds between its layers are kept like the masks of the row.
 """
 
 import shutil
@@ -34,7 +34,7 @@ from ...core.output_folder import Saved
 from ...core.reporter import Reporter
 from ..model.classes import non_text_modules
 from ..model.copies import Copies, copies_of
-from ..model.decoder import LayerCall, LayerOutput, NoChainError, record_row, run_after
+from ..model.decoder import LayerCall, LayerOutput, NoChainError, check_row, record_row, run_after
 from ..model.expert_modules import routed_gemms
 from ..model.gemms import vision_gemms
 from ..model.processor import Inputs, on_device
@@ -168,11 +168,14 @@ class Stream(Chain):
         self.what = what
         self.folder = folder
         self.vision = [*non_text_modules(self.model)]
+        files = files_in_turn(folder, "hidden")
+        sizes = dict.fromkeys(files, states_bytes(what.shapes, self.layer_output))
         if what.images:
             self._check_vision()
-            self._group_vision(what.images[0])
-        files = files_in_turn(folder, "hidden")
-        check_space(folder, files, states_bytes(what.shapes, self.layer_output), "--stream")
+            additions = self._look_at(what.images[0])
+            rows = {self._row_file(batch): {batch: what.shapes[batch]} for batch in self._rows()}
+            sizes |= {file: additions * states_bytes(row, self.layer_output) for file, row in rows.items()}
+        check_room(folder, sizes, "--stream", FEWER_SAMPLES)
         self.hidden = LayerPass.of(self, what.shapes, files)
 
     def _check_vision(self) -> None:
@@ -182,14 +185,21 @@ class Stream(Chain):
                 if not self.weights.has(f"{name}.{key}"):
                     raise NoChainError(self.described, f"stores {name}.{key} in another form than it computes in")
 
-    def _group_vision(self, inputs: Inputs) -> None:
-        """Add the groups of the modules that `--vision` names, by the `inputs` of a row with images."""
+    def _look_at(self, inputs: Inputs) -> int:
+        """Add the groups of the modules that `--vision` names, by the `inputs` of a row with images, and count the
+        layers that the model adds features of images in front of.
+
+        Raises NoChainError where the model does anything else between its layers.
+        """
         named = vision_gemms(self.model, self.what.vision)
-        if named:
-            with self._open_vision(), recorded_groups(named) as groups:
-                self._record_row(inputs, None)
-            self.groups |= groups
-            self.gemms |= named
+        with self._open_vision():
+            with recorded_groups(named) as groups:
+                calls, _ = self._record_row(inputs, None)
+            moved = on_device(inputs, self.model, self.device)
+            check_row(self.model, self.layers, self.layer_output, moved, calls, self.described)
+        self.groups |= groups
+        self.gemms |= named
+        return sum(call.added is not None for call in calls)
 
     def _open_vision(self) -> AbstractContextManager[None]:
         """Give all modules outside the layers their weights, those that text does not reach too."""
@@ -197,7 +207,7 @@ class Stream(Chain):
 
     def _record_row(self, inputs: Inputs, cache: DynamicCache | None) -> tuple[list[LayerCall], torch.Tensor]:
         moved = on_device(inputs, self.model, self.device)
-        return record_row(self.model, self.layers, self.layer_output, moved, cache, self.described)
+        return record_row(self.model, self.layers, self.layer_output, moved, cache)
 
     def run(self, report: Reporter) -> None:
         """Run all steps that are not finished."""
@@ -216,6 +226,14 @@ class Stream(Chain):
 
     def _file(self, step: int) -> Path:
         return self.folder / f"{step:05}.safetensors"
+
+    def _rows(self) -> list[int]:
+        """The numbers of the batches that are rows with images."""
+        return [batch for batch in self.what.sizes if batch not in self.what.parts]
+
+    def _row_file(self, batch: int) -> Path:
+        """The file of the arguments of layers for a row with images."""
+        return self.folder / f"row-{batch}"
 
     def _watched(self, layer: int | None) -> dict[str, list[str]]:
         return {first: members for first, members in self.groups.items() if self.layers.index(first) == layer}
@@ -256,14 +274,14 @@ class Stream(Chain):
         """Run rows with images through all that comes before the layers, the vision part among it; `keep` the hidden
         states that enter the first layer, with the embeddings of images among them.
 
-        Masks and positions are a row's own, and stay on the disk.
+        Masks, positions and features that are added between layers are a row's own, and stay on the disk.
         """
-        rows = [batch for batch in self.what.sizes if batch not in self.what.parts]
+        rows = self._rows()
         with self._open_vision(), report.track("Looking at images", len(rows), "rows") as advance:
             for batch in rows:
                 with self.what.blamed(batch), observing(batch) as cache:
                     calls, hidden = self._record_row(self.what.inputs(batch), cache)
-                self.hidden.row_calls[batch] = mapped_calls(calls, self.folder / f"row-{batch}")
+                self.hidden.row_calls[batch] = mapped_calls(calls, self._row_file(batch))
                 if keep is not None:
                     keep(batch, hidden)
                 release_memory()

@@ -9,7 +9,7 @@ model makes for each layer, and shows that they are the same for all batches of 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -55,10 +55,14 @@ class Description:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """The arguments of a layer for batches of one shape, with HIDDEN and CACHE in the places of these two."""
+    """The arguments of a layer for batches of one shape, with HIDDEN and CACHE in the places of these two.
+
+    `added`: features that the model adds to the hidden states of the layer before, of a row with images.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    added: torch.Tensor | None = None
 
     @classmethod
     def split(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple["LayerCall", torch.Tensor]:
@@ -72,13 +76,15 @@ class LayerCall:
 
     def with_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "LayerCall":
         """Return these arguments with each tensor changed."""
-        return LayerCall(*tree_map_only(torch.Tensor, change, (self.args, self.kwargs)))
+        return LayerCall(*tree_map_only(torch.Tensor, change, (self.args, self.kwargs, self.added)))
 
     def run(self, layer: nn.Module, hidden: torch.Tensor, cache: DynamicCache | None) -> torch.Tensor:
-        """Call `layer` on `hidden` with these arguments; return its hidden states.
+        """Call `layer` on `hidden`, to which `added` is added, with these arguments; return its hidden states.
 
         `cache` None: the arguments were recorded without one.
         """
+        if self.added is not None:
+            hidden = hidden + self.added
         values = {id(HIDDEN): hidden, id(CACHE): cache}
         out = layer(
             *(values.get(id(value), value) for value in self.args),
@@ -258,11 +264,11 @@ def record_calls(
     output: LayerOutput,
     inputs: Inputs,
     cache: DynamicCache | None,
-    see: Callable[[torch.Tensor], None] = lambda hidden: None,
+    leave: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden,
 ) -> tuple[list[LayerCall], torch.Tensor]:
     """Record the arguments of each layer for the `inputs` of a batch, and the hidden states that enter the first layer.
 
-    `cache` None: the model runs without one; `see` gets the hidden states that enter each layer.
+    `cache` None: the model runs without one; `leave` makes what leaves each layer of what enters it.
     """
     calls: list[LayerCall] = []
     entering: list[torch.Tensor] = []
@@ -270,11 +276,12 @@ def record_calls(
     def pass_on(*args: Any, **kwargs: Any) -> Any:
         call, hidden = LayerCall.split(args, kwargs)
         calls.append(call)
-        entering.append(hidden)
-        see(hidden)
+        if not entering:
+            entering.append(hidden)
+        leaving = leave(hidden)
         if len(calls) == layers.count:
             raise LayersReached
-        return output.wrap(hidden)
+        return output.wrap(leaving)
 
     with standing_in(layers.modules(model), [pass_on] * layers.count), torch.inference_mode(), suppress(LayersReached):
         model.base_model(**inputs, past_key_values=cache, use_cache=cache is not None)
@@ -282,27 +289,43 @@ def record_calls(
 
 
 def record_row(
-    model: PreTrainedModel,
-    layers: Layers,
-    output: LayerOutput,
-    inputs: Inputs,
-    cache: DynamicCache | None,
-    source: Described,
+    model: PreTrainedModel, layers: Layers, output: LayerOutput, inputs: Inputs, cache: DynamicCache | None
 ) -> tuple[list[LayerCall], torch.Tensor]:
     """`record_calls` of the `inputs` of a row with images, through all of the model but its layers.
 
-    Raises NoChainError where the model changes hidden states between its layers, as some add features of images there.
+    Zeros leave each layer, so that what enters the next one is what the model adds between them: features of images.
+    """
+    added: list[torch.Tensor | None] = []
+
+    def leave(hidden: torch.Tensor) -> torch.Tensor:
+        between = bool(added) and bool(hidden.any())
+        added.append(hidden if between else None)
+        return torch.zeros_like(hidden)
+
+    calls, first = record_calls(model, layers, output, inputs, cache, leave)
+    return [replace(call, added=features) for call, features in zip(calls, added, strict=True)], first
+
+
+def check_row(
+    model: PreTrainedModel, layers: Layers, output: LayerOutput, inputs: Inputs, calls: Sequence[LayerCall],
+    source: Described,
+) -> None:  # fmt: skip
+    """Raise NoChainError where the model does not add to hidden states between layers what `calls` of the row say.
+
+    Its embeddings leave each layer in place of zeros.
     """
     first: list[torch.Tensor] = []
+    left = iter(calls)
 
-    def see(hidden: torch.Tensor) -> None:
+    def leave(hidden: torch.Tensor) -> torch.Tensor:
+        added = next(left).added
         if not first:
             first.append(hidden.clone())
-        elif not torch.equal(hidden, first[0]):
-            raise NoChainError(source, "adds what it sees in images to hidden states between its layers")
+        elif not torch.equal(hidden, first[0] if added is None else first[0] + added):
+            raise NoChainError(source, "does more between its layers than add features of images to hidden states")
+        return first[0].clone()
 
-    calls, _ = record_calls(model, layers, output, inputs, cache, see)
-    return calls, first[0]
+    record_calls(model, layers, output, inputs, None, leave)
 
 
 @contextmanager

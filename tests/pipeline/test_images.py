@@ -12,6 +12,7 @@ import torch
 from seeing_models import PROCESSORS, asking, picture, write_rows
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForMultimodalLM
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 from unseen_architectures import random_checkpoint
 
 from fp8q import api
@@ -494,9 +495,11 @@ def test_positions_of_three_axes_are_those_of_transformers(config: str, tmp_path
         np.testing.assert_allclose(ours, [*of_windows, *blind, of_row, of_row], rtol=BITS)
 
 
-@pytest.mark.parametrize("config", ["Qwen2VLConfig", "Qwen2_5_VLConfig"])
-def test_layer_by_layer_rows_have_positions_of_their_own(config: str, tmp_path: Path) -> None:
-    """Of three axes, other than those of windows; the inputs of the vision part are observed before the layers."""
+@pytest.mark.parametrize("config", ["Qwen2VLConfig", "Qwen2_5_VLConfig", "Qwen3VLConfig"])
+def test_layer_by_layer_rows_have_positions_and_features_of_their_own(config: str, tmp_path: Path) -> None:
+    """Positions of three axes, other than those of windows, and features that Qwen3-VL adds behind its first layer; the
+    inputs of the vision part are observed before the layers.
+    """
     path, _, what = three_axes(config, tmp_path)
     source = open_source(str(path))
     (tmp_path / "steps").mkdir()
@@ -512,12 +515,15 @@ def test_layer_by_layer_rows_have_positions_of_their_own(config: str, tmp_path: 
         assert np.array_equal(amax, streamed.weights[name]), name
 
 
-def test_features_of_images_between_layers_are_no_chain(tmp_path: Path) -> None:
+def test_a_model_that_scales_between_layers_where_images_are_is_no_chain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Qwen3VLTextModel, "_deepstack_process", lambda self, hidden, places, features: 2 * hidden)
     path, _, what = three_axes("Qwen3VLConfig", tmp_path)
     (tmp_path / "steps").mkdir()
     with pytest.raises(InputError) as error:
         measure_streamed(open_source(str(path)), what, SILENT, tmp_path / "steps")
     assert str(error.value) == (
-        f"{path}: Qwen3VLForConditionalGeneration adds what it sees in images to hidden states between its layers, so "
-        "it cannot be streamed layer by layer; calibrate it in memory, with --no-stream"
+        f"{path}: Qwen3VLForConditionalGeneration does more between its layers than add features of images to hidden "
+        "states, so it cannot be streamed layer by layer; calibrate it in memory, with --no-stream"
     )
