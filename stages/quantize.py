@@ -140,7 +140,8 @@ def quantize(
             _rounding(run, source, scales, key, notes, codes) as rounding,
             replacing(run.model) as partial,
         ):
-            layout = hf_layout_of(source, scales, gemms.no_graph, CODECS[options.layout])
+            image_rows = statistics.record.corpus.image_rows
+            layout = hf_layout_of(source, scales, gemms.no_graph, CODECS[options.layout], image_rows)
             for by_gptq in rounding.sources:
                 if known.in_ranks and isinstance(by_gptq, GptqCodes):
                     round_in_ranks(known.in_ranks, source, by_gptq, layout.axes, scales.modules, device())

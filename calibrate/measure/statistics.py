@@ -88,6 +88,11 @@ class Corpus(Strict):
         return self.texts or [self]
 
     @property
+    def image_rows(self) -> int:
+        """The number of rows with images."""
+        return sum(text.images or 0 for text in self.parts)
+
+    @property
     def batches(self) -> int:
         """The number of batches that the windows and the rows with images make."""
         return sum(-(-text.windows // text.batch_size) + (text.images or 0) for text in self.parts)

@@ -77,6 +77,7 @@ class HfLayout:
     """The content of an FP8 model in the layout of Hugging Face's loaders.
 
     - `codec`: the form of the files.
+    - `image_rows`: the chats with images that the model was measured on.
     - `axes`: quantized module -> the axis of the output channels in its weight.
     - `loadable`: whether transformers and vLLM can load them.
     - `cache`: whether the checkpoint has scales of a cache that they read.
@@ -119,6 +120,7 @@ class HfLayout:
     mtp_from_codes: bool = False
     ties: Ties = Ties()
     codec: Codec = COMPRESSED_TENSORS
+    image_rows: int = 0
 
     def in_files(self, module: str) -> str:
         """The name of `module` in the files."""
@@ -258,11 +260,12 @@ def has_place(attention: nn.Module) -> bool:
 
 
 def hf_layout_of(
-    source: Source, scales: Scales, no_graph: str | None = None, codec: Codec = COMPRESSED_TENSORS
-) -> HfLayout:
+    source: Source, scales: Scales, no_graph: str | None = None, codec: Codec = COMPRESSED_TENSORS,
+    image_rows: int = 0,
+) -> HfLayout:  # fmt: skip
     """Decide the layout of the model in `source`, of which `scales.modules` are quantized, in the form of `codec`.
 
-    `no_graph`: why no ONNX graph can be made of the model.
+    `no_graph`: why no ONNX graph can be made of the model; `image_rows`: the chats with images that it was measured on.
     """
     model = meta_model(source)
     weights = source.weights()
@@ -309,6 +312,7 @@ def hf_layout_of(
         mtp_from_codes=any(weights.coded(name) for name in weights.names() if name.startswith(source.mtp)),
         ties=ties_of(source),
         codec=codec,
+        image_rows=image_rows,
         bf16_cache={
             index: attentions[index] for index in sorted(attentions) if coded and attentions[index] not in coded
         },

@@ -127,9 +127,8 @@ activations {activations}.
 """
 #: The paragraph on a model of which the language model is a part.
 TOWERS = """\
-**The language model** is quantized, and was measured on what its calibration data has: text, and images only where rows
-have some; {towers} stay as they were, in BF16. Graphs and engines are of the language model: they take text, and no
-images.
+**The language model** is quantized, and was measured on {measured}; {towers} stay as they were, in BF16.
+Graphs and engines are of the language model: they take text, and no images.
 
 """
 #: The paragraph on one with more in FP8 than the language model.
@@ -350,11 +349,14 @@ def _fp8_source(scales: Scales) -> str:
 
 
 def _towers(scales: Scales, form: HfLayout) -> str:
+    """Describe the parts besides the language model; empty where there are none."""
     towers = ", ".join(map(markdown_code, form.towers))
     blind = [module for module in scales.vision or () if module in scales.weights]
     if blind:
         return VISION.format(modules=_some(blind, scales), towers=towers)
-    return TOWERS.format(towers=towers) if towers else ""
+    chats = "a chat" if form.image_rows == 1 else f"{form.image_rows} chats"
+    measured = f"text and {chats} with images" if form.image_rows else "text alone"
+    return TOWERS.format(towers=towers, measured=measured) if towers else ""
 
 
 def _mtp(form: HfLayout) -> str:

@@ -218,6 +218,11 @@ def test_the_checkpoint_leaves_the_tower_in_bf16_and_the_report_counts_rows(
     assert fp8q("inspect", run.root).code == 0
 
 
+def test_the_card_says_that_rows_were_measured(run: Run) -> None:
+    card = (run.model / "README.md").read_text(encoding="utf-8")
+    assert "**The language model** is quantized, and was measured on text and 4 chats with images; `model." in card
+
+
 def test_the_same_call_goes_on_and_other_rows_begin_anew(run: Run, folders: Path, tmp_path: Path) -> None:
     config = Path(run.record().model["path"]).name
     again = Run(Path(shutil.copytree(run.root, tmp_path / "run")))
