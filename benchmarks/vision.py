@@ -1,6 +1,6 @@
 """What FP8 costs in the language model of a model that sees, in the part that sees, and in both.
 
-    python benchmarks/vision.py [--steps 300] [--random] [--save vision]
+    python benchmarks/vision.py [--steps 200] [--random] [--save vision]
 
 A small Gemma 3 (two layers of width 128, a tower of two of width 32, random at first) learns in about a minute to
 name the colours of the four quarters of a picture by digits; `--random` leaves its weights random, of which accuracy
@@ -23,19 +23,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from fitting import fit
 from PIL import Image
 from result import arguments, described, publish
 from seeing_models import PLACEHOLDER, asking, seeing_checkpoint, write_rows
 from transformers import AutoModelForMultimodalLM
 from unseen_architectures import DEMO
 
-from fp8q.api import CalibrateOptions, ValidateOptions, calibrate, validate
+from fp8q.api import CalibrateOptions, RescaleOptions, ValidateOptions, calibrate, scales, validate
 from fp8q.calibrate.model.processor import load_processor
 from fp8q.calibrate.model.source import open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text.chat import content_parts, messages
 from fp8q.calibrate.text.image_rows import ImageRow, image_files
 from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.options import WeightRounding
 from fp8q.quantize.scales.decisions import load_scales
 
@@ -44,13 +46,16 @@ COLOURS = ((255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (0, 255, 255), 
 TRAINED, MEASURED = 512, 64
 BATCH, RATE = 64, 2e-3
 QUESTION = "Which colours?"
-#: Part -> the options that quantize it alone.
+#: The modules that see, and part -> the options that quantize it alone.
+SEEING = ("model.vision_tower.*", "model.multi_modal_projector*")
 PARTS: Mapping[str, Mapping[str, Any]] = {
-    "text": {},
-    "vision": {"vision": ("*",), "only": ("model.vision_tower.*", "model.multi_modal_projector*")},
-    "both": {"vision": ("*",)},
+    "text": {"skip": SEEING, "only": ()},
+    "vision": {"skip": (), "only": SEEING},
+    "both": {"skip": (), "only": ()},
 }
 FORMS = ("one", "dynamic")
+#: Of text, which says nothing of what sees, a few windows.
+JUDGED = ValidateOptions(runtimes=("bf16", "reference"), max_tokens=96)
 
 
 def rows_of_quarters(folder: Path, count: int, seed: int) -> list[dict[str, Any]]:
@@ -83,42 +88,28 @@ def learn(path: Path, rows: list[dict[str, Any]], folder: Path, steps: int) -> N
     together = {name: torch.cat([row[name] for row in alike]) for name in alike[0]}
     ids = together["input_ids"]
     behind = (ids == PLACEHOLDER).cumsum(1).eq(4) & (ids != PLACEHOLDER)
-    labels = torch.where(behind, ids, -100)
+    together["labels"] = torch.where(behind, ids, -100)
+
+    def draw(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        chosen = torch.randint(len(ids), (BATCH,), generator=generator)
+        return {name: value[chosen] for name, value in together.items()}
+
     model: Any = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.float32)
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, steps)
-    draw = torch.Generator().manual_seed(0)
-    for step in range(steps):
-        chosen = torch.randint(len(ids), (BATCH,), generator=draw)
-        loss = model(**{name: value[chosen] for name, value in together.items()}, labels=labels[chosen]).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        if step % 100 == 0 or step == steps - 1:
-            print(f"step {step}: loss {float(loss.detach()):.4f}", file=sys.stderr, flush=True)
+    fit(model, draw, steps, RATE)
     model.to(torch.bfloat16).save_pretrained(path)
 
 
-def measure(path: Path, folder: Path, part: str, form: str, rounding: WeightRounding = "nearest") -> dict[str, Any]:
-    """The figures of the model at `path` with one `part` in FP8."""
-    texts = [str(folder / "rows.jsonl"), str(folder / "text.txt")]
-    options = CalibrateOptions(
-        chat_template=True, samples=64, seq_len=48, form=(form,), weight_rounding=rounding, **PARTS[part]
-    )
-    out = folder / f"{part}-{form}-{rounding}"
-    run = calibrate(
-        str(path), texts, out, str(folder / "held-out.jsonl"), options=options, graph=False, progress=SILENT
-    )
-    images = validate(run.root, options=ValidateOptions(runtimes=("bf16", "reference")), progress=SILENT).images
+def measure(run: Run, part: str, form: str, rounding: WeightRounding = "nearest") -> dict[str, Any]:
+    """The figures of a measured run with one `part` of its model in FP8."""
+    options = RescaleOptions(form=(form,), vision=("*",), weight_rounding=rounding, **PARTS[part])
+    scales(run.root, options, progress=SILENT)
+    images = validate(run.root, options=JUDGED, progress=SILENT).images
     assert images is not None, "there are rows"
-    scales = load_scales(run)
-    vision = [name for name in scales.weights if name in (scales.vision or ())]
+    chosen = load_scales(run)
+    vision = [name for name in chosen.weights if name in (chosen.vision or ())]
     fp8 = images.runtimes["reference"]
     figures = {
-        "gemms": [len(scales.weights) - len(vision), len(vision)],
+        "gemms": [len(chosen.weights) - len(vision), len(vision)],
         "kl": fp8.kl_mean_nats,
         "kl_p99": fp8.kl_p99_nats,
         "agreement": fp8.top1_agreement,
@@ -139,13 +130,19 @@ def run_all(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     chats = [{"messages": [{"role": "user", "content": part}]} for part in other[:6_000].split("\n\n")]
     write_rows(folder / "rows.jsonl", rows[: MEASURED // 2])
     write_rows(folder / "held-out.jsonl", [*rows[MEASURED // 2 :], *chats])
-    results = {f"{part}, {form}": measure(path, folder, part, form) for form in FORMS for part in PARTS}
-    return results | {"both, one, gptq": measure(path, folder, "both", "one", "gptq")}
+    options = CalibrateOptions(
+        chat_template=True, samples=64, seq_len=48, vision=("*",), weight_rounding="gptq", form=(FORMS[0],)
+    )
+    texts = [str(folder / "rows.jsonl"), str(folder / "text.txt")]
+    held_out = str(folder / "held-out.jsonl")
+    run = calibrate(str(path), texts, folder / "run", held_out, options=options, graph=False, progress=SILENT)
+    results = {"both, one, gptq": measure(run, "both", "one", "gptq")}
+    return {f"{part}, {form}": measure(run, part, form) for form in FORMS for part in PARTS} | results
 
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--steps", type=int, default=300, help="steps of training")
+    parser.add_argument("--steps", type=int, default=200, help="steps of training")
     parser.add_argument("--random", action="store_true", help="leave the weights random")
     asked = parser.parse_args()
     head = described("vision")
