@@ -9,7 +9,9 @@ counts when it ends well: a load when no key is missing or left over and the log
 without errors. A checkpoint that does not load in FP32 is loaded in BF16 too. What is refused says why, in fp8q's
 words. `kl_by_part`: KL(BF16 || FP8) in nats of the part alone in FP8, all else in FP32, from the run's codes; of gates,
 indexers and routers, which stay in BF16, from codes made here, a scale for each channel and each token. Random weights
-say nothing of accuracy: of two parts of one model the figures tell which costs more.
+say nothing of accuracy: of two parts of one model the figures tell which costs more. `families`: the
+models that vLLM's recipes added with FP8 in 2026. `kept`: rows not made anew (`--names`), and the commit that each is
+of.
 
 Each class has a process of its own; what takes more than `convert_classes.SECONDS` is ended. Prints a line for each,
 and last one line of JSON. Exit status 1 where a step ends in anything else than success or a refusal.
@@ -22,9 +24,9 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,12 +83,28 @@ PUBLISHED: Mapping[str, str] = {
     "LFM2": "Lfm2ForCausalLM",
     "SmolLM3": "SmolLM3ForCausalLM",
     "OLMo 3": "Olmo3ForCausalLM",
+    "Ling 2.6": "BailingHybridForCausalLM",
+    "dots 3 note": "Dots3NoteForConditionalGeneration",
+    "DiffusionGemma": "DiffusionGemmaForBlockDiffusion",
+    "MiniMax-M2.5": "MiniMaxM2ForCausalLM",
+    "Laguna": "LagunaForCausalLM",
+    "Hunyuan A13B": "HunYuanMoEV1ForCausalLM",
+    "Mistral Medium 3.5": "Mistral3ForConditionalGeneration",
+    "Muse Glimmer": "MuseGlimmerForConditionalGeneration",
+    "Trinity": "AfmoeForCausalLM",
+    "MiMo-V2 Flash": "MiMoV2FlashForCausalLM",
 }
+#: Models of these that are of no family that vLLM's recipes added with FP8 in 2026, as they were in August; of one
+#: family more, Step 3.5's, transformers 5.23 has no class.
+OTHER_FAMILIES = frozenset(
+    {
+        "gpt_oss", "Llama 4", "Llama 4, its text class", "Granite 4", "MiniMax-M3, its text class", "ERNIE 4.5 VL",
+        "SmolLM3", "OLMo 3",
+    }
+)  # fmt: skip
 #: The largest KL of a load from the original, nats: one without scales is far beyond it.
 SAME = 0.5
 VOCABULARY = 2048
-#: Classes at a time, a process each.
-JOBS = 2
 #: Classes of modules that keep a state, or convolve.
 STATES = re.compile(r"Mamba|Delta|Recurrent|LinearAttention|ShortConv|KDA|Lightning")
 IDS = torch.arange(3, 51)[None]
@@ -162,8 +180,8 @@ def part_of(model: PreTrainedModel, name: str, attention: Iterable[str]) -> str:
     return "states" if any(map(STATES.search, owners)) else "other"
 
 
-def by_part(run: Run, path: Path) -> dict[str, float]:
-    """KL in nats of each part alone in FP8."""
+def parts_in_fp8(run: Run, path: Path) -> tuple[PreTrainedModel, dict[str, dict[str, nn.Module]]]:
+    """The model at `path`, in FP32, and for each of its parts the layers in FP8, by their names."""
     scales = load_scales(run)
     original = load_model(open_source(str(path)), torch.float32)
     reference = load_reference(run.model, "exact", torch.float32).model
@@ -178,14 +196,26 @@ def by_part(run: Run, path: Path) -> dict[str, float]:
         module = original.get_submodule(name)
         if kind and type(module) is nn.Linear:
             layers.setdefault(kind, {})[name] = dynamic_layer(module)
+    return original, dict(sorted(layers.items()))
+
+
+@contextmanager
+def standing_in(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Replace modules of `model` by `layers` in this block."""
+    before = {name: model.get_submodule(name) for name in layers}
+    replace_linears(model, layers)
+    yield
+    replace_linears(model, before)
+
+
+def by_part(run: Run, path: Path) -> dict[str, float]:
+    """KL in nats of each part alone in FP8."""
+    original, parts = parts_in_fp8(run, path)
     expected = log_probabilities(original)
     losses: dict[str, float] = {}
-    for part, replaced in sorted(layers.items()):
-        before = {name: original.get_submodule(name) for name in replaced}
-        replace_linears(original, replaced)
-        with suppress(AttributeError):  # of a class that reads the weight itself, as an indexer's
+    for part, layers in parts.items():
+        with standing_in(original, layers), suppress(AttributeError):  # a class may read the weight itself
             losses[part] = kl(expected, log_probabilities(original))
-        replace_linears(original, before)
     return losses
 
 
@@ -255,25 +285,28 @@ def main() -> int:
     """Try each class, print, and say by the exit status whether every step ended in success or a refusal."""
     parser = arguments(__doc__)
     parser.add_argument("--names", help="only these classes, with commas between")
+    parser.add_argument("--jobs", type=int, default=2, help="classes at a time, a process each")
     parser.add_argument("--minutes", type=float, default=600.0, help="leave out what would begin later")
     options = parser.parse_args()
     head = described("published_classes")
     wanted = options.names.split(",") if options.names else [*PUBLISHED.values()]
     types = classes()
     rows: dict[str, Row] = {}
-    earlier: dict[str, Any] = {}
+    kept: dict[str, str] = {}
     if options.names and options.save:
         before = json.loads((RESULTS / f"{options.save}.json").read_text(encoding="utf-8"))
-        rows, earlier = before["rows"], {"kept": {"commit": before["commit"], "not": options.names}}
+        rows = before["rows"]
+        kept = {name: before["kept"].get(name, before["commit"]) for name in rows if name not in wanted}
     begin = partial(guarded, outcome, STARTED + 60 * options.minutes)
-    with ThreadPoolExecutor(JOBS) as pool:
+    with ThreadPoolExecutor(options.jobs) as pool:
         for name, row in zip(wanted, pool.map(begin, wanted, map(types.__getitem__, wanted)), strict=True):
             if row is not None:
                 rows[name] = row
                 print(f"{name}: {shown(row)}", flush=True)
     failed = [name for name, row in rows.items() if "failed" in row]
-    figures = {"models": PUBLISHED, "rows": dict(sorted(rows.items())), "failed": failed, "passed": not failed}
-    return publish(head, earlier | figures, options.save)
+    families = [model for model in PUBLISHED if model not in OTHER_FAMILIES]
+    figures = {"models": PUBLISHED, "families": families, "kept": kept, "rows": dict(sorted(rows.items()))}
+    return publish(head, figures | {"failed": failed, "passed": not failed}, options.save)
 
 
 if __name__ == "__main__":
