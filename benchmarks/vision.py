@@ -15,7 +15,6 @@ another model.
 
 import argparse
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,10 +40,10 @@ from fp8q.core.run import Run
 from fp8q.options import WeightRounding
 from fp8q.quantize.scales.decisions import load_scales
 
-#: The colours of the quarters of a picture, named by their places here.
-COLOURS = ((255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (0, 255, 255), (255, 0, 255), (0, 0, 0), (255,) * 3)
+#: The colours of the quarters of a picture, named by their places here, each a token.
+COLOURS = ((255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (0, 255, 255), (255, 0, 255), (0, 0, 0))
 TRAINED, MEASURED = 512, 64
-BATCH, RATE = 64, 2e-3
+BATCH, RATE = 32, 2e-3
 QUESTION = "Which colours?"
 #: The modules that see, and part -> the options that quantize it alone.
 SEEING = ("model.vision_tower.*", "model.multi_modal_projector*")
@@ -83,9 +82,7 @@ def learn(path: Path, rows: list[dict[str, Any]], folder: Path, steps: int) -> N
             where="row", messages=messages("row", chat, content_parts), images=image_files("row", chat, folder)
         )
         inputs.append(processor.inputs(read))
-    commonest = Counter(row["input_ids"].shape[1] for row in inputs).most_common(1)[0][0]
-    alike = [row for row in inputs if row["input_ids"].shape[1] == commonest]
-    together = {name: torch.cat([row[name] for row in alike]) for name in alike[0]}
+    together = {name: torch.cat([row[name] for row in inputs]) for name in inputs[0]}
     ids = together["input_ids"]
     behind = (ids == PLACEHOLDER).cumsum(1).eq(4) & (ids != PLACEHOLDER)
     together["labels"] = torch.where(behind, ids, -100)
