@@ -3,8 +3,8 @@
     python benchmarks/vision.py [--steps 200] [--random] [--save vision]
 
 A small Gemma 3 (two layers of width 128, a tower of two of width 32, random at first) learns in about a minute to
-name the colours of the four quarters of a picture by digits; `--random` leaves its weights random, of which accuracy
-says nothing. Of 64 rows that it was not trained on, half are calibrated on and half evaluated on: KL from BF16 and
+name the colours of the four quarters of a picture by digits, each mixed with up to as much of another; `--random`
+leaves its weights random, of which accuracy says nothing. Of 64 rows that it was not trained on, half are calibrated on and half evaluated on: KL from BF16 and
 perplexity of the text behind the picture, and the share of tokens that BF16 finds likeliest too, by `fp8q validate`'s
 own runtimes of torch. Its text is code that it never saw, and only fills the windows that calibration asks for. One
 code for each input, static or for each token.
@@ -58,12 +58,17 @@ JUDGED = ValidateOptions(runtimes=("bf16", "reference"), max_tokens=96)
 
 
 def rows_of_quarters(folder: Path, count: int, seed: int) -> list[dict[str, Any]]:
-    """Save `count` pictures with noise in `folder`, and make the rows that ask for their colours."""
+    """Save `count` pictures with noise in `folder`, each quarter of a colour mixed with another, and make the rows that
+    ask for the colours.
+    """
     drawn = np.random.default_rng(seed)
     rows = []
     for number in range(count):
         digits = drawn.integers(0, len(COLOURS), 4).tolist()
-        quarters = np.array([COLOURS[digit] for digit in digits], np.float64).reshape(2, 2, 3)
+        others = drawn.integers(0, len(COLOURS), 4).tolist()
+        share = drawn.uniform(0.5, 1.0, (4, 1))
+        colours = np.array(COLOURS, np.float64)
+        quarters = (share * colours[digits] + (1 - share) * colours[others]).reshape(2, 2, 3)
         pixels = quarters.repeat(14, 0).repeat(14, 1) * 0.6 + drawn.normal(50, 12, (28, 28, 3))
         name = f"{seed}-{number}.png"
         Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / name)
