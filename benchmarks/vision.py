@@ -4,10 +4,10 @@
 
 A small Gemma 3 (two layers of width 128, a tower of two of width 32, random at first) learns in about a minute to
 name the colours of the four quarters of a picture by digits, each mixed with up to as much of another; `--random`
-leaves its weights random, of which accuracy says nothing. Of 64 rows that it was not trained on, half are calibrated on and half evaluated on: KL from BF16 and
-perplexity of the text behind the picture, and the share of tokens that BF16 finds likeliest too, by `fp8q validate`'s
-own runtimes of torch. Its text is code that it never saw, and only fills the windows that calibration asks for. One
-code for each input, static or for each token.
+leaves its weights random, of which accuracy says nothing. Of 64 rows that it was not trained on, half are calibrated
+on and half evaluated on: KL from BF16 and perplexity of the text behind the picture, and the share of tokens that BF16
+finds likeliest too, by `fp8q validate`'s own runtimes of torch. Its text is code that it never saw, and only fills the
+windows that calibration asks for. One code for each input, static or for each token.
 
 Prints one JSON line. A small model, trained on one task: the order of the parts is what it tells, and no number for
 another model.

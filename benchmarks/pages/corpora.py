@@ -33,11 +33,22 @@ def certificate() -> str:
     return table(["`harmful`", "predicted", "random windows", "the text's order", "other text"], rows)
 
 
+def vision() -> str:
+    """What the parts of a model that sees cost in FP8."""
+    rows = []
+    for name, found in load("vision")["results"].items():
+        before, after = found["perplexity"]
+        gemms = " + ".join(str(count) for count in found["gemms"] if count)
+        kl = f"{1000 * found['kl']:.3f}"
+        rows.append([name, gemms, kl, f"{found['agreement']:.2%}", f"{after / before - 1:+.2%}"])
+    return table(["in FP8, form", "GEMMs", "KL, millinats", "agreement", "perplexity"], rows)
+
+
 def text_formats() -> str:
     """The files that are read as text."""
     rows = [[", ".join(f"`{suffix}`" for suffix in form.suffixes), form.document] for form in FORMATS.values()]
     return table(["ends in", "one document is"], rows)
 
 
-TABLES = (text_formats, certificate)
+TABLES = (text_formats, certificate, vision)
 DECISION_TABLES = (bos,)
