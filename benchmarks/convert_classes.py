@@ -93,6 +93,19 @@ NEEDED: dict[str, dict[str, Any]] = {
             "per_layer_config": {},
         },
     },
+    "Dots3NoteConfig": {
+        "text_config": {"per_layer_config": {}, "head_dim": 48},
+        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
+        "vision_config": {
+            "per_layer_config": {},
+            "adapter_in_dim": 64,
+            "adapter_out_dim": 64,
+            "num_local_experts": 4,
+        },
+    },
+    "DiffusionGemmaConfig": {
+        "text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64, "per_layer_config": {}},
+    },
     "MllamaTextConfig": {"cross_attention_layers": [1]},
     "MllamaConfig": {"text_config": {"cross_attention_layers": [1]}},
 }
