@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import transformers
 from convert_classes import UnmadeError, classes, first_line, guarded, random_model
-from result import RESULTS, STARTED, arguments, described, publish
+from result import RESULTS, ROOT, STARTED, arguments, described, publish
 from torch import nn
 from transformers import PreTrainedModel
 from two_implementations import kl
@@ -224,7 +224,8 @@ def step(row: Row, name: str, work: Callable[[], Any]) -> Any:
     try:
         done = work()
     except InputError as refused:
-        row[name] = f"refused: {re.sub(r'/[^ ]*/(model|run)[^ :]*', 'MODEL', str(refused))}"
+        reason = str(refused).replace(f"{ROOT}/", "")
+        row[name] = f"refused: {re.sub(r'/[^ ]*/(model|run)[^ :]*', 'MODEL', reason)}"
         return None
     except Exception as error:  # noqa: BLE001 - the table goes on, and says what was not caught
         row["failed"] = [*row.get("failed", []), name]

@@ -135,7 +135,10 @@ def _causal_class(config: "PreTrainedConfig", name: str, architecture: str | Non
     causal = named == mapped or named.endswith(("ForCausalLM", "LMHeadModel"))
     if mapped is None or encoder or not causal:
         raise _not_causal(name, named)
-    _check_states(config, name, named, classes.get(type(config), None))
+    made = classes.get(type(config), None)
+    if made and not hasattr(made, "prepare_inputs_for_generation"):  # it makes blocks of tokens, in steps of diffusion
+        raise _not_causal(name, named)
+    _check_states(config, name, named, made)
     return named
 
 

@@ -31,6 +31,7 @@ VERSION = transformers.__version__
         ("bart", "BartForCausalLM"),
         ("llama", "LlamaForSequenceClassification"),
         ("vit", "ViTModel"),
+        ("diffusion_gemma", "DiffusionGemmaForBlockDiffusion"),
     ],
 )
 def test_what_is_no_causal_language_model(damaged: Path, model_type: str, architecture: str) -> None:
