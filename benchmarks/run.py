@@ -55,7 +55,7 @@ PARTS: Mapping[str, str] = {
         name: f"{name}.py"
         for name in (
             "tail_cost", "sensitivity", "weight_mse", "rescale", "export_time", "lint_time", "sampling", "asked_logits",
-            "weight_shapes", "training", "bf16_products", "unread", "load", "calibration",
+            "weight_shapes", "vision", "training", "bf16_products", "unread", "load", "calibration",
         )
     },
     "generate": "generate.py --peers --threads 1 --clock processor",
