@@ -107,10 +107,13 @@ BY_HAND: Mapping[str, str] = {
     ),
     "weight_levers_outputs": "weight_levers.py smollm2 --rows '^(gptq, weighed|output side$)' --runs build/runs",
     "weight_levers_outputs_exact": (
-        "weight_levers.py smollm2 --rows '^(gptq, weighed|(output side, )?exact(, 256 windows)?$)' --runs build/runs"
+        "weight_levers.py smollm2 --rows '^(gptq, weighed|exact$|output side, exact)' --runs build/runs"
     ),
     "weight_levers_outputs_gemma3": (
-        "weight_levers.py gemma3 --rows '^(gptq, weighed|exact$|output side(, exact)?$)' --windows 24 --runs build/runs"
+        "weight_levers.py gemma3 --rows '^(gptq, weighed|output side$)' --windows 24 --runs build/runs"
+    ),
+    "weight_levers_most": (
+        "weight_levers.py smollm2 --rows '^(gptq, weighed|(output side, )?exact$|every.*s$)' --runs build/runs"
     ),
     "real_models_smollm2": "real_models.py smollm2 --rows '^(?!.*sequential)'",
     "real_models_gemma3": "real_models.py gemma3 --rows '^(?!.*(sequential|preset))'",

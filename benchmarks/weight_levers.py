@@ -49,7 +49,7 @@ WORST, LEARNED, OUTPUT_SIDE_LEARNED = "gptq, the worst in BF16", "gptq, then lea
 #: All levers at once, from four times the text: windows that are measured, those of which the output side is known, and
 #: the row that learns from as many afterwards, once.
 MOST_WINDOWS, MOST_OUTPUT_WINDOWS = 256, 80
-MOST = f"{EXACT_OUTPUT_SIDE}, {MOST_WINDOWS} windows"
+MOST = f"every lever, {MOST_WINDOWS} windows"
 MOST_LEARNED = f"{MOST}, then learned"
 #: Row -> the row that it goes on from.
 STARTS = {

@@ -33,11 +33,11 @@ LEVER_TITLES = {
     "gptq, then learned": "`gptq`, 64 windows, then `fp8q distill`",
     "output side": "the same, `--weigh-outputs 20`",
     "output side, exact": "the same, `--weigh-outputs 20`",
-    "output side, exact, 256 windows": "the same, 256 windows, `--weigh-outputs 80`",
+    "every lever, 256 windows": "`--preset exact --weigh-outputs 80`, 256 windows",
 }
 #: A model -> its results with rows of the output side, each behind the row that it goes on from.
 OUTPUT_SIDE = {
-    "SmolLM2-135M": ("weight_levers_outputs", "weight_levers_outputs_exact"),
+    "SmolLM2-135M": ("weight_levers_outputs", "weight_levers_outputs_exact", "weight_levers_most"),
     "Gemma 3 270M": ("weight_levers_outputs_gemma3",),
 }
 

@@ -13,11 +13,12 @@ its mean over windows needs few of them.
 
 **Output moments** (`--weigh-outputs`), for `weights.output_side`. H_O of a GEMM is Σ g gᵀ over the tokens, but for the
 first token of each window: its gradients are hundreds of times as large at keys and values, and what rests on it is
-weighed in H_I. Beside it Σ |g| x xᵀ over the same tokens is gathered, moments of the input in which a token counts by
-its gradient. Of every `EVERY`th window inputs and gradients of some tokens are stored instead, by which codes are
-judged: they see neither H_O nor the independence of g and x that it supposes. Labels are drawn by a generator whose
-seed is the number of the window. The files of a layer are written at the end of its step. GEMMs whose outputs have
-another number of tokens, as those of experts, are left out, and those whose gradients are not finite.
+weighed in H_I. Where `JUDGED_TOKENS` are held out, Σ |g| x xᵀ over the same tokens is gathered beside it, moments of
+the input in which a token counts by its gradient; fewer would choose by chance if they help. Of every `EVERY`th window
+inputs and gradients of some tokens are stored instead, by which codes are judged: they see neither H_O nor the
+independence of g and x that it supposes. Labels are drawn by a generator whose seed is the number of the window. The
+files of a layer are written at the end of its step. GEMMs whose outputs have another number of tokens, as those of
+experts, are left out, and those whose gradients are not finite.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -54,6 +55,8 @@ MOST = 1e4
 EVERY = 5
 #: Tokens of a GEMM that are stored of a held-out window, evenly spaced.
 TOKENS = 256
+#: Held-out tokens from which on tokens count by their gradients: those of 16 windows.
+JUDGED_TOKENS = 16 * TOKENS
 
 
 class GradientSquares(Strict):
@@ -282,9 +285,12 @@ class WeighedMoments:
 
 
 class LayerGradients:
-    """The sums and held-out tokens of the GEMMs of one layer."""
+    """The sums and held-out tokens of the GEMMs of one layer; `weighs`: and the moments of their inputs in which tokens
+    count by gradients.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, weighs: bool = False) -> None:
+        self._weighs = weighs
         self._moments: dict[str, torch.Tensor] = {}
         self._weighed: dict[str, WeighedMoments] = {}
         self._inputs: dict[str, list[torch.Tensor]] = {}
@@ -301,21 +307,24 @@ class LayerGradients:
         if module not in self._moments:
             width = gradients.shape[1]
             self._moments[module] = torch.zeros(width, width, device=gradients.device)
-            self._weighed[module] = WeighedMoments.of(inputs)
+            if self._weighs:
+                self._weighed[module] = WeighedMoments.of(inputs)
         self._moments[module].addmm_(gradients.T, gradients)
-        self._weighed[module].add(inputs, gradients)
+        if self._weighs:
+            self._weighed[module].add(inputs, gradients)
 
     def save(self, folder: Path) -> None:
         """Write the files of all GEMMs that have both and whose gradients are finite to `folder`."""
         for module in self._moments.keys() & self._inputs.keys():
             moments = self._moments[module]
-            weighed = self._weighed[module].scaled()
             inputs = torch.cat(self._inputs[module])
             gradients = torch.cat(self._gradients[module])
-            if all(bool(torch.isfinite(tensor).all()) for tensor in (moments, weighed, inputs, gradients)):
+            if all(bool(torch.isfinite(tensor).all()) for tensor in (moments, inputs, gradients)):
                 save_inputs(folder / f"{module}{INPUTS}", inputs)
                 save_inputs(folder / f"{module}{GRADIENTS}", gradients)
-                np.save(moments_file(folder, f"{module}{WEIGHED}"), weighed.cpu().numpy())
+                if self._weighs:
+                    weighed = self._weighed[module].scaled()
+                    np.save(moments_file(folder, f"{module}{WEIGHED}"), weighed.cpu().numpy())
                 np.save(moments_file(folder, module), moments.cpu().numpy())
 
 
@@ -334,10 +343,15 @@ class OutputMoments(GradientsOfLayers):
         self.results = LayerSteps.of(folder / "steps.json")
         self.outputs = folder / "outputs"
         self.outputs.mkdir(exist_ok=True)
+        lengths = (
+            windows.shape[1] for number, windows in enumerate(batches.values()) if is_judged_by(number, len(batches))
+        )
+        self.weighs = sum(min(TOKENS, length - 1) for length in lengths) >= JUDGED_TOKENS
+        ends = ("", WEIGHED) if self.weighs else ("",)
         sizes = {
             moments_file(self.outputs, f"{name}{end}"): 4 * width**2
             for name, widths in self._widths().items()
-            for end, width in zip(("", WEIGHED), widths, strict=True)
+            for end, width in zip(ends, widths, strict=False)
         }
         check_room(self.folder, sizes, self.option, "or leave it out", "the moments of outputs")
 
@@ -362,7 +376,7 @@ class OutputMoments(GradientsOfLayers):
         """Sum what the gradients of the GEMMs of one layer give, and write it."""
         names = [] if index is None else self.of_layer(index)
         batches = [*self.batches]
-        sums = LayerGradients()
+        sums = LayerGradients(self.weighs)
 
         def collect(number: int, end: End) -> torch.Tensor | None:
             gradients, back = output_gradients(names, end, self.batches[batches[number]].shape)

@@ -17,7 +17,8 @@ as long as the loss on held-out tokens falls. Codes that it does not fall for st
 Nor are inputs and gradients independent: in early layers few tokens have most of both. Before that, GPTQ rounds by
 moments in which a token counts as often as its gradient is large, Σ |g| x xᵀ, the square root of what the loss has
 (GuidedQuant, arXiv 2505.07004, has its square), since few tokens would have most of a sum of squares. They make a half
-or all of H_I, and the codes that lose least on held-out tokens are revised (`docs/decisions/0137`).
+or all of H_I, and the codes that lose least on held-out tokens are revised, where these are many
+(`docs/decisions/0137`).
 
 With G = H_O E H_I, adding d to the weight of input j in channel i lowers the error by 2 d G[i, j] less
 d² H_O[i, i] H_I[j, j]: a parabola, as in `gptq.descend`. A pass goes over the inputs. Of each input the channels that
@@ -58,15 +59,15 @@ MIDPOINTS: list[float] = E4M3.midpoints.tolist()
 
 @dataclass(frozen=True)
 class OutputSide:
-    """The output side of a GEMM: H_O, float32 [out, out]; `weighed` float32 [in, in], moments of the input in which a
-    token counts by its gradient, for inputs whose energy is one; and of held-out tokens the inputs, float32
-    [tokens, in], and the gradients, float32 [tokens, out].
+    """The output side of a GEMM: H_O, float32 [out, out], and of held-out tokens the inputs, float32
+    [tokens, in], and the gradients, float32 [tokens, out]. `weighed` float32 [in, in]: moments of the input in which a
+    token counts by its gradient, for inputs whose energy is one; None where too few tokens are held out.
     """
 
     moments: torch.Tensor
-    weighed: torch.Tensor
     inputs: torch.Tensor
     gradients: torch.Tensor
+    weighed: torch.Tensor | None = None
 
     def loss(self, weight: torch.Tensor, values: torch.Tensor, lost: float) -> float:
         """Σ (g · e)² over the held-out tokens for `values` in the place of `weight`, both float32 [out, in]; `lost`:
@@ -95,8 +96,9 @@ def load_output_side(folder: Path, module: str) -> OutputSide | None:
     inputs, gradients = (load_inputs(folder / f"{module}{end}", "held-out gradients") for end in (INPUTS, GRADIENTS))
     assert inputs is not None, "it is written before the moments"
     assert gradients is not None, "it is written before the moments"
-    weighed = load_moments(folder, f"{module}{WEIGHED}")
-    return OutputSide(load_moments(folder, module), weighed, inputs.float(), gradients.float())
+    weighed = f"{module}{WEIGHED}"
+    of_weighed = load_moments(folder, weighed) if moments_file(folder, weighed).is_file() else None
+    return OutputSide(load_moments(folder, module), inputs.float(), gradients.float(), of_weighed)
 
 
 def codes_by_gradients(

@@ -71,12 +71,23 @@ def test_codes_are_revised_and_the_run_says_by_how_many_windows(
     assert revised != before
     recorded = run.record().stages["outputs"]
     assert recorded.options["windows"] == 6
-    assert len(recorded.outputs) == 4 * len(load_scales(run).weights)
+    assert len(recorded.outputs) == 3 * len(load_scales(run).weights)
     monkeypatch.setattr(OutputMoments, "run", lambda *_: pytest.fail("outputs are weighed again"))
     api.scales(run.root, RescaleOptions(weigh_outputs=6, weight_method="mse"))
     assert checkpoint_digests(run) == revised
     api.scales(run.root, RescaleOptions(weigh_outputs=0))
     assert checkpoint_digests(run) == before
+
+
+@pytest.mark.slow
+def test_tokens_count_by_gradients_where_enough_are_held_out(
+    calibrated: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alike = codes(calibrated(weigh_outputs=6))
+    monkeypatch.setattr("fp8q.quantize.sensitivity.output_gradients.JUDGED_TOKENS", 1)
+    run = calibrated(weigh_outputs=6)
+    assert len(run.record().stages["outputs"].outputs) == 4 * len(alike)
+    assert differing(alike, codes(run))
 
 
 @pytest.mark.slow
@@ -130,7 +141,7 @@ def test_a_gemm_without_finite_gradients_has_the_codes_of_gptq_and_is_named(
         f"--weigh-outputs: 1 GEMMs ({module}) have no finite gradients at outputs of a window's tokens, as experts, or "
         "no held-out ones; GPTQ rounds them without"
     )
-    assert len(recorded.outputs) == 4 * (len(before) - 1)
+    assert len(recorded.outputs) == 3 * (len(before) - 1)
 
 
 @pytest.mark.slow

@@ -32,7 +32,11 @@ def source(demo_checkpoint: Path) -> Source:
     return open_source(str(demo_checkpoint))
 
 
-def test_moments_and_held_out_tokens_are_those_of_the_whole_model(source: Source, tmp_path: Path) -> None:
+def test_moments_and_held_out_tokens_are_those_of_the_whole_model(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One window is held out; its 23 tokens are as many as are asked for here."""
+    monkeypatch.setattr("fp8q.quantize.sensitivity.output_gradients.JUDGED_TOKENS", 23)
     gathering = OutputMoments(source, BATCHES, tmp_path)
     gathering.run(SILENT, "Weighing outputs in")
     model = load_model(source, torch.float32, "cpu").requires_grad_(False)
@@ -58,6 +62,7 @@ def test_moments_and_held_out_tokens_are_those_of_the_whole_model(source: Source
             torch.testing.assert_close(
                 side.moments, sums[module], rtol=1e-3, atol=1e-3 * float(sums[module].abs().max())
             )
+            assert side.weighed is not None
             expected = weighed[module] / weighed[module].trace()
             torch.testing.assert_close(
                 side.weighed / side.weighed.trace(), expected, rtol=1e-3, atol=1e-3 * float(expected.max())
@@ -78,7 +83,7 @@ def test_a_gathering_that_was_killed_in_a_layer_goes_on_there_and_gives_the_same
     expected.mkdir()
     gathering = OutputMoments(source, BATCHES, expected)
     gathering.run(SILENT, "Weighing outputs in")
-    assert len(files(gathering.outputs)) == 4 * 28
+    assert len(files(gathering.outputs)) == 3 * 28
 
     saved = LayerGradients.save
     layers = list[LayerGradients]()
@@ -105,19 +110,23 @@ def test_a_gathering_that_was_killed_in_a_layer_goes_on_there_and_gives_the_same
 Usage = namedtuple("Usage", ("total", "used", "free"))
 
 
+@pytest.mark.parametrize("weighs", [False, True])
 def test_a_disk_without_room_is_refused_with_the_numbers(
-    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weighs: bool
 ) -> None:
-    """Four layers of H_O, float32, of q, o and down (256 channels), k and v (128), gate and up (704), and as many
-    moments of inputs: of down (704 channels) and of the six others (256).
+    """Four layers of H_O, float32, of q, o and down (256 channels), k and v (128), gate and up (704). Where tokens
+    count by gradients as many moments of inputs: of down (704 channels) and of the six others (256).
     """
-    size = 4 * 4 * (3 * 256**2 + 2 * 128**2 + 2 * 704**2 + 704**2 + 6 * 256**2)
+    monkeypatch.setattr("fp8q.quantize.sensitivity.output_gradients.JUDGED_TOKENS", 23 if weighs else 24)
+    numbers = 3 * 256**2 + 2 * 128**2 + 2 * 704**2 + (704**2 + 6 * 256**2 if weighs else 0)
+    size = 4 * 4 * numbers
+    said = "33.8 MB" if weighs else "19.5 MB"
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10**9, 10**9 - size + 1, size - 1))
     with pytest.raises(InputError) as refused:
         OutputMoments(source, BATCHES, tmp_path)
     assert str(refused.value) == (
-        f"--weigh-outputs: the moments of outputs take 33.8 MB on the disk of {tmp_path.parent}, which has 33.8 MB "
-        "free; free some, or leave it out"
+        f"--weigh-outputs: the moments of outputs take {said} on the disk of {tmp_path.parent}, which has {said} free; "
+        "free some, or leave it out"
     )
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10**9, 10**9 - size, size))
     OutputMoments(source, BATCHES, tmp_path)
@@ -126,7 +135,7 @@ def test_a_disk_without_room_is_refused_with_the_numbers(
 @pytest.mark.parametrize("judged", [False, True])
 def test_a_gemm_whose_gradients_are_not_finite_has_no_files(tmp_path: Path, judged: bool) -> None:
     """Be it in a window of H_O, or in one that judges."""
-    sums = LayerGradients()
+    sums = LayerGradients(weighs=True)
     for window in (False, True):
         for module, number in (("a", 1.0), ("b", float("nan") if window == judged else 1.0)):
             sums.add(module, torch.ones(2, 3), torch.full((2, 4), number), window)
@@ -153,7 +162,7 @@ def test_the_last_of_every_five_windows_is_held_out_and_of_fewer_the_last() -> N
 
 
 def test_the_loss_is_the_square_of_gradient_times_error_and_of_the_inputs_noise() -> None:
-    side = OutputSide(torch.eye(2), torch.eye(2), torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]]))
+    side = OutputSide(torch.eye(2), torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]]))
     weight, values = torch.tensor([[1.0, 1.0], [2.0, 2.0]]), torch.tensor([[0.5, 1.0], [2.0, 3.0]])
     assert side.loss(weight, values, 0.0) == (3 * 0.5 + 1 * 2) ** 2
     noise = (3 * 0.5 - 2) ** 2 * 1 + (3 * 1 - 3) ** 2 * 4

@@ -156,7 +156,7 @@ def test_codes_are_those_of_the_moments_that_lose_least_on_held_out_tokens(of_ra
     scale = torch.full((32,), 0.02)
     held_out = rare if of_rare else common
     gradients = torch.randn(len(held_out), 32, generator=torch.Generator().manual_seed(7))
-    side = OutputSide(torch.eye(32), rare.T @ rare, held_out, gradients)
+    side = OutputSide(torch.eye(32), held_out, gradients)
     plain = compensation(common.T @ common + rare.T @ rare)
     weighed = compensation(rare.T @ rare)
     tried = list[float]()
