@@ -284,24 +284,17 @@ def first_file(folder: Path, name: str) -> Path:
     return folder / f"{name}{FIRST}"
 
 
-def load_moments(
-    folder: Path,
-    name: str,
-    first: float = 1.0,
-    shrinkage: float = 0.0,
-    change: Callable[[torch.Tensor], torch.Tensor] = lambda moments: moments,
-) -> torch.Tensor:
+def load_moments(folder: Path, name: str, first: float = 1.0, shrinkage: float = 0.0) -> torch.Tensor:
     """Load the moments `name` into memory, float32 [width, width].
 
-    Where the first tokens of windows were stored apart, the others' sums are changed by `change` and shrunk by
-    `shrinkage`, and then they are added `first` times; other sums hold all tokens alike, and stay as they are.
+    Where the first tokens of windows were stored apart, they are added `first` times, after the others' sums were
+    shrunk by `shrinkage`; other sums hold all tokens alike, and stay as they are.
     """
     path = moments_file(folder, name)
     with reading(path, "second moments"):
         moments = torch.from_numpy(np.load(path, allow_pickle=False))
     tokens = load_inputs(first_file(folder, name), "first tokens of windows")
     if tokens is not None:
-        moments = change(moments)
         if shrinkage:
             shrink(moments, shrinkage)
         moments.addmm_(tokens.float().T, tokens.float(), alpha=first)

@@ -13,12 +13,10 @@ its mean over windows needs few of them.
 
 **Output moments** (`--weigh-outputs`), for `weights.output_side`. H_O of a GEMM is Σ g gᵀ over the tokens, but for the
 first token of each window: its gradients are hundreds of times as large at keys and values, and what rests on it is
-weighed in H_I. Where `JUDGED_TOKENS` are held out, Σ |g| x xᵀ over the same tokens is gathered beside it, moments of
-the input in which a token counts by its gradient; fewer would choose by chance if they help. Of every `EVERY`th window
-inputs and gradients of some tokens are stored instead, by which codes are judged: they see neither H_O nor the
-independence of g and x that it supposes. Labels are drawn by a generator whose seed is the number of the window. The
-files of a layer are written at the end of its step. GEMMs whose outputs have another number of tokens, as those of
-experts, are left out, and those whose gradients are not finite.
+weighed in H_I. Of every `EVERY`th window inputs and gradients of some tokens are stored instead, by which codes are
+judged: they see neither H_O nor the independence of g and x that it supposes. Labels are drawn by a generator whose
+seed is the number of the window. The files of a layer are written at the end of its step. GEMMs whose outputs have
+another number of tokens, as those of experts, are left out, and those whose gradients are not finite.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -43,7 +41,7 @@ from ...calibrate.model.gemms import output_channel_axis
 from ...calibrate.model.source import Source
 from ...core.files import Strict
 from ...core.reporter import Reporter
-from ..weights.output_side import GRADIENTS, INPUTS, WEIGHED
+from ..weights.output_side import GRADIENTS, INPUTS
 from .backward import Backward, Collect, refused_with
 from .gradients import End, drawn_gradient, seeing
 
@@ -55,8 +53,6 @@ MOST = 1e4
 EVERY = 5
 #: Tokens of a GEMM that are stored of a held-out window, evenly spaced.
 TOKENS = 256
-#: Held-out tokens from which on tokens count by their gradients: those of 16 windows.
-JUDGED_TOKENS = 16 * TOKENS
 
 
 class GradientSquares(Strict):
@@ -252,47 +248,11 @@ def is_judged_by(window: int, windows: int) -> bool:
     return windows > 1 and window % EVERY == min(EVERY, windows) - 1
 
 
-@dataclass
-class WeighedMoments:
-    """Moments of a GEMM's input in which a token counts by its gradient: Σ |g| x xᵀ, float32 [in, in], with Σ |g| and
-    Σ |x|², float64 [], over so many tokens.
-    """
-
-    sums: torch.Tensor
-    weights: torch.Tensor
-    energy: torch.Tensor
-    tokens: int = 0
-
-    @classmethod
-    def of(cls, inputs: torch.Tensor) -> "WeighedMoments":
-        """Nothing yet of tokens like `inputs` [tokens, in]."""
-        width = inputs.shape[1]
-        nothing = torch.zeros((), dtype=torch.float64, device=inputs.device)
-        return cls(torch.zeros(width, width, device=inputs.device), nothing, nothing.clone())
-
-    def add(self, inputs: torch.Tensor, gradients: torch.Tensor) -> None:
-        """Add tokens: `inputs` [tokens, in], `gradients` [tokens, out], both float32."""
-        magnitudes = gradients.norm(dim=1)
-        self.sums.addmm_((inputs * magnitudes[:, None]).T, inputs)
-        self.weights += magnitudes.sum(dtype=torch.float64)
-        self.energy += inputs.square().sum(dtype=torch.float64)
-        self.tokens += len(inputs)
-
-    def scaled(self) -> torch.Tensor:
-        """The moments where a token counts once in the mean, and the energy of the input is one; zeros of zeros."""
-        scale = self.weights * self.energy
-        return self.sums * torch.where(scale == 0, 0, self.tokens / scale).float()
-
-
 class LayerGradients:
-    """The sums and held-out tokens of the GEMMs of one layer; `weighs`: and the moments of their inputs in which tokens
-    count by gradients.
-    """
+    """The sums and held-out tokens of the GEMMs of one layer."""
 
-    def __init__(self, weighs: bool = False) -> None:
-        self._weighs = weighs
+    def __init__(self) -> None:
         self._moments: dict[str, torch.Tensor] = {}
-        self._weighed: dict[str, WeighedMoments] = {}
         self._inputs: dict[str, list[torch.Tensor]] = {}
         self._gradients: dict[str, list[torch.Tensor]] = {}
 
@@ -303,28 +263,20 @@ class LayerGradients:
             some = torch.arange(number, device=inputs.device) * len(inputs) // number
             self._inputs.setdefault(module, []).append(inputs[some].bfloat16())
             self._gradients.setdefault(module, []).append(gradients[some].bfloat16())
-            return
-        if module not in self._moments:
-            width = gradients.shape[1]
-            self._moments[module] = torch.zeros(width, width, device=gradients.device)
-            if self._weighs:
-                self._weighed[module] = WeighedMoments.of(inputs)
-        self._moments[module].addmm_(gradients.T, gradients)
-        if self._weighs:
-            self._weighed[module].add(inputs, gradients)
+        elif module in self._moments:
+            self._moments[module].addmm_(gradients.T, gradients)
+        else:
+            self._moments[module] = gradients.T @ gradients
 
     def save(self, folder: Path) -> None:
         """Write the files of all GEMMs that have both and whose gradients are finite to `folder`."""
         for module in self._moments.keys() & self._inputs.keys():
-            moments = self._moments[module]
-            inputs = torch.cat(self._inputs[module])
-            gradients = torch.cat(self._gradients[module])
+            moments, inputs, gradients = (
+                self._moments[module], torch.cat(self._inputs[module]), torch.cat(self._gradients[module])
+            )  # fmt: skip
             if all(bool(torch.isfinite(tensor).all()) for tensor in (moments, inputs, gradients)):
                 save_inputs(folder / f"{module}{INPUTS}", inputs)
                 save_inputs(folder / f"{module}{GRADIENTS}", gradients)
-                if self._weighs:
-                    weighed = self._weighed[module].scaled()
-                    np.save(moments_file(folder, f"{module}{WEIGHED}"), weighed.cpu().numpy())
                 np.save(moments_file(folder, module), moments.cpu().numpy())
 
 
@@ -343,28 +295,16 @@ class OutputMoments(GradientsOfLayers):
         self.results = LayerSteps.of(folder / "steps.json")
         self.outputs = folder / "outputs"
         self.outputs.mkdir(exist_ok=True)
-        lengths = (
-            windows.shape[1] for number, windows in enumerate(batches.values()) if is_judged_by(number, len(batches))
-        )
-        self.weighs = sum(min(TOKENS, length - 1) for length in lengths) >= JUDGED_TOKENS
-        ends = ("", WEIGHED) if self.weighs else ("",)
-        sizes = {
-            moments_file(self.outputs, f"{name}{end}"): 4 * width**2
-            for name, widths in self._widths().items()
-            for end, width in zip(ends, widths, strict=False)
-        }
+        sizes = {moments_file(self.outputs, name): 4 * width**2 for name, width in self._widths().items()}
         check_room(self.folder, sizes, self.option, "or leave it out", "the moments of outputs")
 
-    def _widths(self) -> dict[str, tuple[int, int]]:
-        """The output and the input channels of each GEMM whose moments are gathered."""
+    def _widths(self) -> dict[str, int]:
+        """The output channels of each GEMM whose moments are gathered."""
         experts = tuple(f"{layer}." for layer in experts_of(self.model))
-        widths: dict[str, tuple[int, int]] = {}
-        for name, module in self.gemms.items():
-            if not name.startswith(experts):
-                shape = module.get_parameter("weight").shape
-                outputs = output_channel_axis(module)
-                widths[name] = shape[outputs], shape[1 - outputs]
-        return widths
+        gemms = {name: module for name, module in self.gemms.items() if not name.startswith(experts)}
+        return {
+            name: module.get_parameter("weight").shape[output_channel_axis(module)] for name, module in gemms.items()
+        }
 
     @property
     def before_layers(self) -> bool:
@@ -376,7 +316,7 @@ class OutputMoments(GradientsOfLayers):
         """Sum what the gradients of the GEMMs of one layer give, and write it."""
         names = [] if index is None else self.of_layer(index)
         batches = [*self.batches]
-        sums = LayerGradients(self.weighs)
+        sums = LayerGradients()
 
         def collect(number: int, end: End) -> torch.Tensor | None:
             gradients, back = output_gradients(names, end, self.batches[batches[number]].shape)

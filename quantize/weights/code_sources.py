@@ -28,7 +28,7 @@ from .channels import (
     weight_summary,
 )
 from .gptq import Compensation, Compensations
-from .output_side import CompensatedCodes, OutputSide, codes_by_gradients, load_output_side, revised_codes
+from .output_side import load_output_side, revised_codes
 from .rounding_progress import CachedCodes
 
 
@@ -114,31 +114,9 @@ class GptqCodes:
         side = load_output_side(self.outputs, module) if self.outputs else None
         if side is None or made.scale.dim() == 2:
             return made
-        rounded = CompensatedCodes(made.codes, compensation)
-        if side.weighed is not None:
-            rounded = self._weighed(module, rows, made.scale, rounded, side, side.weighed)
         lost = self.compensations.lost[module]
-        codes = revised_codes(rows, rounded.codes, made.scale, rounded.compensation, side, lost)
+        codes = revised_codes(rows, made.codes, made.scale, compensation, side, lost)
         return QuantizedWeight(codes, made.scale, weight_summary(rows, codes, made.scale, self.scaling.method, "gptq"))
-
-    def _weighed(
-        self,
-        module: str,
-        rows: torch.Tensor,
-        scale: torch.Tensor,
-        plain: CompensatedCodes,
-        side: OutputSide,
-        weighed: torch.Tensor,
-    ) -> CompensatedCodes:
-        """Round the weight `rows` of `module` by moments `weighed` by gradients too, and choose by held-out tokens."""
-
-        def of_share(share: float) -> Compensation:
-            return self.compensations.by_gradients(module, weighed, share, str(rows.device))
-
-        def loss(codes: torch.Tensor) -> float:
-            return side.loss_of_codes(rows, scale, codes, self.compensations.lost[module])
-
-        return codes_by_gradients(rows, scale, plain, of_share, loss)
 
 
 @dataclass(frozen=True)

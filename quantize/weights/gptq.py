@@ -43,7 +43,7 @@ GPTQ chooses each code when only those before it are known. Here each code is ch
 error never grows. The price is a GEMM of H and the weights for each pass: twice the cost of GPTQ.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -368,18 +368,6 @@ class Compensations:
             return None
         return self._of_group(self.first.get(module, module), self.lost[module], self.first_tokens.get(module), device)
 
-    def by_gradients(self, module: str, weighed: torch.Tensor, share: float, device: str = "cpu") -> Compensation:
-        """The compensation of `module` by moments of which all tokens alike make 1 - `share`, and the moments
-        `weighed` [in, in] of `OutputSide` the `share`.
-        """
-
-        def blended(moments: torch.Tensor) -> torch.Tensor:
-            energy = float(moments.trace())
-            return moments.mul_(1 - share).add_(weighed, alpha=share * energy)
-
-        group = self.first.get(module, module)
-        return self._load(group, self.lost[module], self.first_tokens.get(module), device, blended)
-
     def shrunk(self, module: str, device: str = "cpu") -> Compensation | None:
         """The compensation by shrunk moments of an expert's `module` whose moments are of the expert's tokens alone;
         None for others.
@@ -397,17 +385,7 @@ class Compensations:
         """Held-out tokens of the input of an expert's `module`, BF16 [tokens, in]; None where there are none."""
         return load_held_out(self.folder, input_name(module))
 
-    def _load(
-        self,
-        group: str,
-        lost: float,
-        first: float | None,
-        device: str,
-        change: Callable[[torch.Tensor], torch.Tensor] = lambda moments: moments,
-    ) -> Compensation:
-        """Load and factor the moments of `group`, in which the first token counts `first` times; None: as others.
-        `change`: of the moments of the other tokens.
-        """
-        times, shrinkage = (1.0, 0.0) if first is None else (first, WEIGHED_SHRINKAGE)
-        moments = load_moments(self.folder, group, times, shrinkage, change)
-        return compensation_of(group, moments.to(device), lost)
+    def _load(self, group: str, lost: float, first: float | None, device: str) -> Compensation:
+        """Load and factor the moments of `group`, in which the first token counts `first` times; None: as others."""
+        weighed = {} if first is None else {"first": first, "shrinkage": WEIGHED_SHRINKAGE}
+        return compensation_of(group, load_moments(self.folder, group, **weighed).to(device), lost)

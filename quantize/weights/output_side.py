@@ -14,12 +14,6 @@ correlations are shrunk: codes are revised with a small share of them, then with
 as long as the loss on held-out tokens falls. Codes that it does not fall for stay as GPTQ has them
 (`docs/decisions/0125`).
 
-Nor are inputs and gradients independent: in early layers few tokens have most of both. Before that, GPTQ rounds by
-moments in which a token counts as often as its gradient is large, Σ |g| x xᵀ, the square root of what the loss has
-(GuidedQuant, arXiv 2505.07004, has its square), since few tokens would have most of a sum of squares. They make a half
-or all of H_I, and the codes that lose least on held-out tokens are revised, where these are many
-(`docs/decisions/0137`).
-
 With G = H_O E H_I, adding d to the weight of input j in channel i lowers the error by 2 d G[i, j] less
 d² H_O[i, i] H_I[j, j]: a parabola, as in `gptq.descend`. A pass goes over the inputs. Of each input the channels that
 would move if they alone did are found at once, and then move one after the other, those that win most first, each with
@@ -30,10 +24,8 @@ is better. It runs on the host: a move depends on every move before it. GuidedQu
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,17 +34,14 @@ from ...calibrate.measure.held_out import load_inputs
 from ...calibrate.measure.moments import load_moments, moments_file, shrink
 from ..codes.encoding import CODE, nearest_values
 from ..codes.formats import E4M3, Float32s
-from .gptq import BLOCK, MARGIN, WORTHWHILE, Compensation, gptq_codes, ridge_weights
+from .gptq import BLOCK, MARGIN, WORTHWHILE, Compensation, ridge_weights
 
 #: The shares of H_O's correlations that are tried, one after the other.
 SHARES = (0.25, 0.5)
 #: Passes over all inputs, at most, with each share.
 PASSES = 4
-#: The shares of H_I that moments weighed by gradients make.
-WEIGHED_SHARES = (0.5, 1.0)
-#: What the names of files with held-out inputs and gradients end in, and the name of moments weighed by gradients.
+#: What the names of files with held-out inputs and gradients end in.
 INPUTS, GRADIENTS = ".inputs.npy", ".gradients.npy"
-WEIGHED = ".weighed"
 MAGNITUDES: list[float] = E4M3.grid.tolist()
 MIDPOINTS: list[float] = E4M3.midpoints.tolist()
 
@@ -60,14 +49,12 @@ MIDPOINTS: list[float] = E4M3.midpoints.tolist()
 @dataclass(frozen=True)
 class OutputSide:
     """The output side of a GEMM: H_O, float32 [out, out], and of held-out tokens the inputs, float32
-    [tokens, in], and the gradients, float32 [tokens, out]. `weighed` float32 [in, in]: moments of the input in which a
-    token counts by its gradient, for inputs whose energy is one; None where too few tokens are held out.
+    [tokens, in], and the gradients, float32 [tokens, out].
     """
 
     moments: torch.Tensor
     inputs: torch.Tensor
     gradients: torch.Tensor
-    weighed: torch.Tensor | None = None
 
     def loss(self, weight: torch.Tensor, values: torch.Tensor, lost: float) -> float:
         """Σ (g · e)² over the held-out tokens for `values` in the place of `weight`, both float32 [out, in]; `lost`:
@@ -77,17 +64,6 @@ class OutputSide:
         noise = ((self.gradients @ values).square() * self.inputs.square()).sum(1)
         return float((error + lost * noise).sum(dtype=torch.float64))
 
-    def loss_of_codes(self, weight: torch.Tensor, scale: torch.Tensor, codes: torch.Tensor, lost: float) -> float:
-        """The `loss` of `codes` float8_e4m3fn [out, in] under `scale` float32 [out], on the host."""
-        return self.loss(weight.float().cpu(), codes.cpu().float() * scale.cpu()[:, None], lost)
-
-
-class CompensatedCodes(NamedTuple):
-    """Codes float8_e4m3fn [out, in], and the compensation that GPTQ rounded to them by."""
-
-    codes: torch.Tensor
-    compensation: Compensation
-
 
 def load_output_side(folder: Path, module: str) -> OutputSide | None:
     """Load from `folder` what is known of the output of `module`; None where nothing is."""
@@ -96,33 +72,7 @@ def load_output_side(folder: Path, module: str) -> OutputSide | None:
     inputs, gradients = (load_inputs(folder / f"{module}{end}", "held-out gradients") for end in (INPUTS, GRADIENTS))
     assert inputs is not None, "it is written before the moments"
     assert gradients is not None, "it is written before the moments"
-    weighed = f"{module}{WEIGHED}"
-    of_weighed = load_moments(folder, weighed) if moments_file(folder, weighed).is_file() else None
-    return OutputSide(load_moments(folder, module), inputs.float(), gradients.float(), of_weighed)
-
-
-def codes_by_gradients(
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    plain: CompensatedCodes,
-    weighed: Callable[[float], Compensation],
-    loss: Callable[[torch.Tensor], float],
-) -> CompensatedCodes:
-    """Codes of `weight` [out, in] under `scale` float32 [out] that lose least on held-out tokens: the `plain` ones, or
-    those that GPTQ gives by moments weighed by gradients.
-
-    `weighed`: makes the compensation of a share of these; `loss`: of codes, on the held-out tokens.
-    """
-    best = plain
-    least = loss(plain.codes)
-    for share in WEIGHED_SHARES:
-        by_share = weighed(share)
-        tried = CompensatedCodes(gptq_codes(weight, scale, by_share), by_share)
-        loses = loss(tried.codes)
-        if loses < least:
-            best = tried
-            least = loses
-    return best
+    return OutputSide(load_moments(folder, module), inputs.float(), gradients.float())
 
 
 def revised_codes(

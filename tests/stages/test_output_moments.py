@@ -80,17 +80,6 @@ def test_codes_are_revised_and_the_run_says_by_how_many_windows(
 
 
 @pytest.mark.slow
-def test_tokens_count_by_gradients_where_enough_are_held_out(
-    calibrated: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alike = codes(calibrated(weigh_outputs=6))
-    monkeypatch.setattr("fp8q.quantize.sensitivity.output_gradients.JUDGED_TOKENS", 1)
-    run = calibrated(weigh_outputs=6)
-    assert len(run.record().stages["outputs"].outputs) == 4 * len(alike)
-    assert differing(alike, codes(run))
-
-
-@pytest.mark.slow
 def test_a_killed_call_goes_on_at_its_layer_and_gives_the_codes_of_one(
     calibrated: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:

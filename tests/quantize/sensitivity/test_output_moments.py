@@ -16,7 +16,6 @@ from fp8q.quantize.sensitivity.output_gradients import (
     LayerGradients,
     OutputMoments,
     WatchedGemms,
-    WeighedMoments,
     is_judged_by,
     output_gradients,
 )
@@ -32,17 +31,12 @@ def source(demo_checkpoint: Path) -> Source:
     return open_source(str(demo_checkpoint))
 
 
-def test_moments_and_held_out_tokens_are_those_of_the_whole_model(
-    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One window is held out; its 23 tokens are as many as are asked for here."""
-    monkeypatch.setattr("fp8q.quantize.sensitivity.output_gradients.JUDGED_TOKENS", 23)
+def test_moments_and_held_out_tokens_are_those_of_the_whole_model(source: Source, tmp_path: Path) -> None:
     gathering = OutputMoments(source, BATCHES, tmp_path)
     gathering.run(SILENT, "Weighing outputs in")
     model = load_model(source, torch.float32, "cpu").requires_grad_(False)
     watched = WatchedGemms(model, observed_gemms(model))
     sums: dict[str, torch.Tensor] = {}
-    weighed: dict[str, torch.Tensor] = {}
     for number in range(3):
         with seeing(watched) as (seen, cache), torch.enable_grad():
             tokens = torch.from_numpy(WINDOWS[number : number + 1])
@@ -53,19 +47,11 @@ def test_moments_and_held_out_tokens_are_those_of_the_whole_model(
             gradient = gradients[module][0, 1:]
             if number < 2:
                 sums[module] = sums.get(module, torch.zeros(())) + gradient.T @ gradient
-                inputs = seen.inputs[module][0, 1:].detach()
-                of_tokens = inputs.T @ (gradient.norm(dim=1)[:, None] * inputs)
-                weighed[module] = weighed.get(module, torch.zeros(())) + of_tokens
                 continue
             side = load_output_side(gathering.outputs, module)
             assert side is not None
             torch.testing.assert_close(
                 side.moments, sums[module], rtol=1e-3, atol=1e-3 * float(sums[module].abs().max())
-            )
-            assert side.weighed is not None
-            expected = weighed[module] / weighed[module].trace()
-            torch.testing.assert_close(
-                side.weighed / side.weighed.trace(), expected, rtol=1e-3, atol=1e-3 * float(expected.max())
             )
             torch.testing.assert_close(side.gradients, gradient, rtol=0.02, atol=0.01 * float(gradient.abs().max()))
             assert side.inputs.shape == (23, model.get_submodule(module).get_parameter("weight").shape[1])
@@ -110,23 +96,17 @@ def test_a_gathering_that_was_killed_in_a_layer_goes_on_there_and_gives_the_same
 Usage = namedtuple("Usage", ("total", "used", "free"))
 
 
-@pytest.mark.parametrize("weighs", [False, True])
 def test_a_disk_without_room_is_refused_with_the_numbers(
-    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weighs: bool
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four layers of H_O, float32, of q, o and down (256 channels), k and v (128), gate and up (704). Where tokens
-    count by gradients as many moments of inputs: of down (704 channels) and of the six others (256).
-    """
-    monkeypatch.setattr("fp8q.quantize.sensitivity.output_gradients.JUDGED_TOKENS", 23 if weighs else 24)
-    numbers = 3 * 256**2 + 2 * 128**2 + 2 * 704**2 + (704**2 + 6 * 256**2 if weighs else 0)
-    size = 4 * 4 * numbers
-    said = "33.8 MB" if weighs else "19.5 MB"
+    """Four layers of H_O, float32, of q, o and down (256 channels), k and v (128), gate and up (704)."""
+    size = 4 * 4 * (3 * 256**2 + 2 * 128**2 + 2 * 704**2)
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10**9, 10**9 - size + 1, size - 1))
     with pytest.raises(InputError) as refused:
         OutputMoments(source, BATCHES, tmp_path)
     assert str(refused.value) == (
-        f"--weigh-outputs: the moments of outputs take {said} on the disk of {tmp_path.parent}, which has {said} free; "
-        "free some, or leave it out"
+        f"--weigh-outputs: the moments of outputs take 19.5 MB on the disk of {tmp_path.parent}, which has 19.5 MB "
+        "free; free some, or leave it out"
     )
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10**9, 10**9 - size, size))
     OutputMoments(source, BATCHES, tmp_path)
@@ -135,24 +115,13 @@ def test_a_disk_without_room_is_refused_with_the_numbers(
 @pytest.mark.parametrize("judged", [False, True])
 def test_a_gemm_whose_gradients_are_not_finite_has_no_files(tmp_path: Path, judged: bool) -> None:
     """Be it in a window of H_O, or in one that judges."""
-    sums = LayerGradients(weighs=True)
+    sums = LayerGradients()
     for window in (False, True):
         for module, number in (("a", 1.0), ("b", float("nan") if window == judged else 1.0)):
             sums.add(module, torch.ones(2, 3), torch.full((2, 4), number), window)
     sums.save(tmp_path)
-    assert sorted(files(tmp_path)) == ["a.gradients.npy", "a.inputs.npy", "a.npy", "a.weighed.npy"]
+    assert sorted(files(tmp_path)) == ["a.gradients.npy", "a.inputs.npy", "a.npy"]
     assert load_output_side(tmp_path, "b") is None
-
-
-def test_a_token_counts_by_its_gradient_once_in_the_mean() -> None:
-    """Gradients of 3 and 1: their tokens count one and a half times and half a time, of an energy of 4 + 1."""
-    inputs = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
-    moments = WeighedMoments.of(inputs)
-    moments.add(inputs, torch.tensor([[3.0, 0.0], [0.0, -1.0]]))
-    assert torch.equal(moments.scaled(), torch.tensor([[1.5 * 4, 0.0], [0.0, 0.5 * 1]]) / 5)
-    nothing = WeighedMoments.of(inputs)
-    nothing.add(inputs, torch.zeros(2, 2))
-    assert torch.equal(nothing.scaled(), torch.zeros(2, 2))
 
 
 def test_the_last_of_every_five_windows_is_held_out_and_of_fewer_the_last() -> None:

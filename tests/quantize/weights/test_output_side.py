@@ -1,6 +1,4 @@
-"""The descent that sees the output side: held against brute force, and against GPTQ's own where outputs are alike; and
-the moments in which tokens count by their gradients.
-"""
+"""The descent that sees the output side: held against brute force, and against GPTQ's own where outputs are alike."""
 
 from itertools import product
 
@@ -11,16 +9,8 @@ from hypothesis import strategies as st
 
 from fp8q.quantize.codes.encoding import nearest_values
 from fp8q.quantize.codes.formats import E4M3
-from fp8q.quantize.weights.gptq import MARGIN, Compensation, compensation, descend, gptq_codes
-from fp8q.quantize.weights.output_side import (
-    CompensatedCodes,
-    OutputSide,
-    codes_by_gradients,
-    descend_both,
-    descend_input,
-    moving_channels,
-    nearest,
-)
+from fp8q.quantize.weights.gptq import MARGIN, descend
+from fp8q.quantize.weights.output_side import descend_both, descend_input, moving_channels, nearest
 
 #: Every finite value of E4M3, ascending.
 GRID = sorted({float(value) for value in E4M3.grid} | {-float(value) for value in E4M3.grid})
@@ -138,39 +128,3 @@ def test_codes_do_not_depend_on_the_number_of_threads() -> None:
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(codes[0], codes[1])
-
-
-def rare_and_common(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Common and rare tokens, float32 [tokens, 16], each kind in a subspace of three directions."""
-    generator = torch.Generator().manual_seed(seed)
-    common = torch.randn(400, 3, generator=generator) @ torch.randn(3, 16, generator=generator)
-    rare = torch.randn(20, 3, generator=generator) @ torch.randn(3, 16, generator=generator)
-    return common, rare
-
-
-@pytest.mark.parametrize("of_rare", [True, False])
-def test_codes_are_those_of_the_moments_that_lose_least_on_held_out_tokens(of_rare: bool) -> None:
-    """Where rare tokens alone have gradients, moments of theirs alone; where common ones have, those of all."""
-    common, rare = rare_and_common(5)
-    weight = torch.randn(32, 16, generator=torch.Generator().manual_seed(6))
-    scale = torch.full((32,), 0.02)
-    held_out = rare if of_rare else common
-    gradients = torch.randn(len(held_out), 32, generator=torch.Generator().manual_seed(7))
-    side = OutputSide(torch.eye(32), held_out, gradients)
-    plain = compensation(common.T @ common + rare.T @ rare)
-    weighed = compensation(rare.T @ rare)
-    tried = list[float]()
-
-    def of_share(share: float) -> Compensation:
-        tried.append(share)
-        return weighed
-
-    def loss(codes: torch.Tensor) -> float:
-        return side.loss_of_codes(weight, scale, codes, 0.0)
-
-    chosen, by = codes_by_gradients(
-        weight, scale, CompensatedCodes(gptq_codes(weight, scale, plain), plain), of_share, loss
-    )
-    assert tried == [0.5, 1.0]
-    assert by is (weighed if of_rare else plain)
-    assert torch.equal(chosen.float(), gptq_codes(weight, scale, by).float())
