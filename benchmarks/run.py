@@ -112,9 +112,7 @@ BY_HAND: Mapping[str, str] = {
     "weight_levers_outputs_gemma3": (
         "weight_levers.py gemma3 --rows '^(gptq, weighed|output side$)' --windows 24 --runs build/runs"
     ),
-    "weight_levers_most": (
-        "weight_levers.py smollm2 --rows '^(gptq, weighed|(output side, )?exact$|every.*s$)' --runs build/runs"
-    ),
+    "weight_levers_most": "weight_levers.py smollm2 --rows '^every.*s$' --runs build/runs",
     "real_models_smollm2": "real_models.py smollm2 --rows '^(?!.*sequential)'",
     "real_models_gemma3": "real_models.py gemma3 --rows '^(?!.*(sequential|preset))'",
     "real_models_exact_smollm2": "real_models.py smollm2 --rows '^(BF16|ModelOpt|.*(preset|queries))'",
