@@ -4,7 +4,8 @@ s_w[channel]` behind each GEMM, and the scale of each quantized input.
 Types are not enough: an engine with other scales, of a fine-tune of the same model, or with two layers' weights
 exchanged runs the same program. The program shows which constant belongs to which GEMM: the second operand of a
 `fully_connected` are the codes; a kernel that reads its result takes the factors beside it; the kernel that made its
-first operand takes the scale of the input, as a literal `1 / s_x` or, fused with the norm in front of it, as `w / s_x`.
+first operand takes the scale of the input, as a literal `1 / s_x` or, fused with the norm in front of it, as `w / s_x`
+(or divides by `s_x / w`).
 Columns of merged GEMMs lie in the order of the GEMM's name. Sizes may be padded.
 
 Numbers that the plan does not show are reported too (`Difference.told` is false), and fail an engine if they are codes
@@ -20,7 +21,7 @@ import numpy.typing as npt
 
 from .expected_gemms import Codes, ExpectedGemm, Numbers
 from .plan import Plan
-from .program import Pool, Program, Statement
+from .program import Pool, Program, ProgramTensor, Statement
 
 #: The numbers of a module that are compared.
 CODES = "codes"
@@ -32,6 +33,10 @@ RELATIVE = 1e-6
 MOVES = 4
 OPERANDS = 2
 _FP32 = 4
+#: The rank of a matrix in a GEMM of a batch.
+_BATCHED = 3
+#: Kernels are named after their steps: this one divides by its constant before it rounds to codes.
+_DIVIDES = "DivCast"
 _VALUES = ("fp32", "bf16", "fp16")
 #: A node that a kernel's own program multiplies by a number, the profile, and the number.
 Literal = tuple[str, str | None, np.float32]
@@ -144,20 +149,12 @@ def _codes(
 ) -> Iterator[Difference]:
     """Compare the codes that the GEMM multiplies."""
     name = next((name for name in seen.statement.inputs[:OPERANDS] if seen.constant(name) is not None), "")
-    constant = seen.constant(name)
-    columns = seen.columns(gemm)
-    shape = gemm.codes.shape
-    if (
-        constant is None
-        or constant.dtype != np.uint8
-        or constant.ndim != len(shape)
-        or constant[: shape[0], columns].shape != shape
-    ):
+    engine_codes = _codes_of_columns(seen.constant(name), gemm.codes.shape, seen.columns(gemm))
+    if engine_codes is None:
         yield seen.untold(gemm, CODES, "its GEMM takes no constant of their size")
         return
     if (key := (gemm.module, seen.program.tensors[name].constant)) in same:
         return
-    engine_codes = constant[: shape[0], columns]
     if np.array_equal(engine_codes, gemm.codes):
         same.add(key)
         return
@@ -165,6 +162,25 @@ def _codes(
     number = int((engine_codes != gemm.codes).sum())
     text = f"the codes of {owner}" if owner else f"{number} codes of {engine_codes.size} that are others"
     yield seen.differs(gemm, CODES, f"its GEMM multiplies {text}", "its own in model.onnx")
+
+
+def _codes_of_columns(
+    constant: npt.NDArray[np.generic] | None, shape: tuple[int, ...], columns: slice
+) -> npt.NDArray[np.generic] | None:
+    """Cut the codes [in, out] of a module from the constant of its GEMM; None if it has no codes of this shape.
+
+    An engine for a batch of 1 has matrices [1, in, out].
+    """
+    if constant is None or constant.dtype != np.uint8:
+        return None
+    if constant.ndim == _BATCHED and len(constant) == 1:
+        constant = constant[0]
+    if constant.ndim != len(shape):
+        return None
+    codes = constant[: shape[0], columns]
+    if codes.shape != shape:
+        return None
+    return codes
 
 
 def _same(engine_codes: npt.NDArray[np.generic], codes: Codes) -> bool:
@@ -218,10 +234,11 @@ def _applied(seen: ProgramGemm) -> Iterator[tuple[str, int, list[Numbers]]]:
     waiting = [(seen.statement.outputs[0], 0, MOVES)]
     while waiting:
         made, begin, moves = waiting.pop()
-        (root, origin), strides = program.root(made), program.tensors[made].strides
+        root, origin = program.root(made)
+        row = _row_stride(program.tensors[made])
         for reader, index in program.readers.get(root, ()):
             name = reader.inputs[index]
-            column = begin + (program.root(name)[1] - origin) // _FP32 % max(strides[0] if strides else 0, 1)
+            column = begin + (program.root(name)[1] - origin) // _FP32 % row
             neighbours = [reader.inputs[at] for at in (index + 1, index - 1) if 0 <= at < len(reader.inputs)]
             if numbers := [constant for constant in seen.numbers(neighbours) if constant.size == program.width(name)]:
                 yield reader.name, column, numbers
@@ -229,6 +246,16 @@ def _applied(seen: ProgramGemm) -> Iterator[tuple[str, int, list[Numbers]]]:
                 waiting.append((onward, column, moves - 1))
             else:
                 yield reader.name, column, []
+
+
+def _row_stride(tensor: ProgramTensor) -> int:
+    """The number of values from one row of a GEMM's result to the next; 1 where it is not known."""
+    strides = tensor.strides
+    if len(strides) == _BATCHED and tensor.dims[0] == 1:
+        strides = strides[1:]
+    if not strides:
+        return 1
+    return max(strides[0], 1)
 
 
 def moved_by(program: Program, kernel: Statement, name: str) -> str | None:
@@ -261,6 +288,8 @@ def _input(
     constants = seen.numbers(maker.inputs)
     quantized_in = (gemm.quantizer, seen.profile)
     constants += [np.array([number]) for *where, number in literals if tuple(where) == quantized_in and not constants]
+    if _DIVIDES in maker.name:
+        constants = [np.reciprocal(numbers) for numbers in constants if np.all(numbers)] + constants
     scales = [scale for numbers in constants for scale in _scales(numbers, gemm)]
     if any(math.isclose(scale, gemm.scale, rel_tol=RELATIVE) for scale in scales):
         return

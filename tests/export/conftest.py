@@ -363,17 +363,18 @@ def edited() -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Written, bytes]]:
-    """`engine_of("sm89", bias=True, …)`: a decoder and its TensorRT-RTX engine, with the profiles of `fp8q
-    build-engine`; each is built once.
+    """`engine_of("sm89", max_batch=1, bias=True, …)`: a decoder and its TensorRT-RTX engine, with the profiles of
+    `fp8q build-engine`; each is built once.
     """
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install 'fp8q[tensorrt-rtx]'")
     built: dict[str, tuple[Written, bytes]] = {}
 
-    def engine(target: str, **options: object) -> tuple[Written, bytes]:
-        key = f"{target} {options}"
+    def engine(target: str, max_batch: int = 4, **options: object) -> tuple[Written, bytes]:
+        key = f"{target} {max_batch} {options}"
         if key not in built:
             written = Writer(Decoder(**options)).write(tmp_path_factory.mktemp("engine"))  # type: ignore[arg-type]
-            built[key] = (written, bytes(build(written.path, Job("tensorrt-rtx", target, profiles(4, 128)), SILENT)))
+            job = Job("tensorrt-rtx", target, profiles(max_batch, 128))
+            built[key] = (written, bytes(build(written.path, job, SILENT)))
         return built[key]
 
     return engine

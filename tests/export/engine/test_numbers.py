@@ -44,6 +44,8 @@ def proof_of(written: Any, plan: bytes, **pledged: Any) -> Proof:
         {"hidden": 65},
         {"layers": 2},
         {"wide": (f"{LAYER}.self_attn.q_proj",)},
+        {"max_batch": 1},
+        {"max_batch": 1, "fp8_cache": False, "hidden": 172, "layers": 2},
     ],
     ids=str,
 )
@@ -75,11 +77,12 @@ def test_a_scale_inside_a_kernels_code_cannot_be_told_and_does_not_fail(engine_o
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("scales_too", [False, True])
+@pytest.mark.parametrize("max_batch", [1, 4])
 def test_two_layers_that_are_exchanged_are_told_whatever_their_scales_are(
-    engine_of: Engines, edited: Callable[..., None], tmp_path: Path, target: str, scales_too: bool
+    engine_of: Engines, edited: Callable[..., None], tmp_path: Path, target: str, scales_too: bool, max_batch: int
 ) -> None:
     """The engine is the same in both cases: of layers whose scales are equal only the codes differ."""
-    written, plan = engine_of(target, layers=2)
+    written, plan = engine_of(target, max_batch, layers=2)
     second = DOWN.replace(".0.", ".1.")
     taken = {DOWN: second, second: DOWN}
 
@@ -103,8 +106,9 @@ def test_two_layers_that_are_exchanged_are_told_whatever_their_scales_are(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_one_other_code_is_counted(engine_of: Engines, tmp_path: Path, target: str) -> None:
-    written, plan = engine_of(target)
+@pytest.mark.parametrize("max_batch", [1, 4])
+def test_one_other_code_is_counted(engine_of: Engines, tmp_path: Path, target: str, max_batch: int) -> None:
+    written, plan = engine_of(target, max_batch)
     (tmp_path / "model.onnx").write_bytes(written.path.read_bytes())
     data = bytearray(written.path.with_name("model.safetensors").read_bytes())
     codes = next(expected_gemms(load_graph(written.path), [GATE])).codes.T.tobytes()
@@ -117,8 +121,11 @@ def test_one_other_code_is_counted(engine_of: Engines, tmp_path: Path, target: s
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_factors_are_compared_channel_by_channel(engine_of: Engines, tmp_path: Path, target: str) -> None:
-    written, plan = engine_of(target)
+@pytest.mark.parametrize("max_batch", [1, 4])
+def test_factors_are_compared_channel_by_channel(
+    engine_of: Engines, tmp_path: Path, target: str, max_batch: int
+) -> None:
+    written, plan = engine_of(target, max_batch)
     scales = written.weight_scales[GATE].copy()
     (tmp_path / "model.onnx").write_bytes(written.path.read_bytes())
     data = bytearray(written.path.with_name("model.safetensors").read_bytes())
@@ -132,12 +139,14 @@ def test_factors_are_compared_channel_by_channel(engine_of: Engines, tmp_path: P
     ]
 
 
+@pytest.mark.parametrize("max_batch", [1, 4])
+@pytest.mark.parametrize("module", [GATE, DOWN])
 def test_an_input_scale_that_is_the_next_bf16_number_is_told(
-    engine_of: Engines, edited: Callable[..., None], tmp_path: Path
+    engine_of: Engines, edited: Callable[..., None], tmp_path: Path, max_batch: int, module: str
 ) -> None:
     """By 0.4 to 0.8 %: the scale itself, and the factors that it is in."""
-    written, plan = engine_of("sm89")
-    name, own = f"{DOWN}.input_scale", np.float32(written.input_scales[DOWN])
+    written, plan = engine_of("sm89", max_batch)
+    name, own = f"{module}.input_scale", np.float32(written.input_scales[module])
     following = (own.view(np.uint32) + np.uint32(1 << 16)).view(np.float32)
     assert 1.003 < following / own < 1.008
 
@@ -150,8 +159,13 @@ def test_an_input_scale_that_is_the_next_bf16_number_is_told(
     (tmp_path / "model.safetensors").hardlink_to(written.path.with_name("model.safetensors"))
     edited(graph, change)
     found = proof_of(replace(written, path=graph), plan).differences
-    assert {(each.module, each.what, each.told) for each in found} == {(DOWN, FACTORS, True), (DOWN, INPUT, True)}
-    assert next(each for each in found if each.what == INPUT).expected == f"{following:.6g}"
+    readers = {DOWN} if module == DOWN else {GATE, GATE.replace("gate", "up")}
+    assert {(each.module, each.what, each.told) for each in found} == {
+        (reader, what, True) for reader in readers for what in (FACTORS, INPUT)
+    }
+    for difference in (each for each in found if each.what == INPUT):
+        assert difference.expected == f"{following:.6g}"
+        assert difference.found == f"its input is quantized with the scale {own:.6g}"
     assert {each.what for each in broken(found)} == {FACTORS, INPUT}
 
 
