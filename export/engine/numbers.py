@@ -231,7 +231,9 @@ def _applied(seen: ProgramGemm) -> Iterator[tuple[str, int, list[Numbers]]]:
     before it; with several parts in a row each must have its factors next to it, so that an exchange is noticed.
     """
     program = seen.program
-    waiting = [(seen.statement.outputs[0], 0, MOVES)]
+    result = seen.statement.outputs[0]
+    rows = _known_rows(program.tensors[result])
+    waiting = [(result, 0, MOVES)]
     while waiting:
         made, begin, moves = waiting.pop()
         root, origin = program.root(made)
@@ -240,7 +242,8 @@ def _applied(seen: ProgramGemm) -> Iterator[tuple[str, int, list[Numbers]]]:
             name = reader.inputs[index]
             column = begin + (program.root(name)[1] - origin) // _FP32 % row
             neighbours = [reader.inputs[at] for at in (index + 1, index - 1) if 0 <= at < len(reader.inputs)]
-            if numbers := [constant for constant in seen.numbers(neighbours) if constant.size == program.width(name)]:
+            width = program.width(name) // rows
+            if numbers := [constant for constant in seen.numbers(neighbours) if constant.size == width]:
                 yield reader.name, column, numbers
             elif moves and (onward := moved_by(program, reader, name)) is not None:
                 waiting.append((onward, column, moves - 1))
@@ -256,6 +259,11 @@ def _row_stride(tensor: ProgramTensor) -> int:
     if not strides:
         return 1
     return max(strides[0], 1)
+
+
+def _known_rows(tensor: ProgramTensor) -> int:
+    """The rows of a GEMM's result that are known when the engine is built: two terms of one token have two."""
+    return math.prod(size for size in tensor.dims[:-1] if size)
 
 
 def moved_by(program: Program, kernel: Statement, name: str) -> str | None:

@@ -162,15 +162,16 @@ def _fault_of_positions(program: Program, codes: ProgramTensor | None, tail: int
     if codes is None or (call := _call_sizes(program)) is None:
         return unread
     batch, seq = call
+    batch_size = int(batch) if batch.isdigit() else _BATCH
     for positions in _lengths(seq, tail):
-        known = {seq: positions, batch: _BATCH}
+        known = _known_sizes(batch, seq, positions)
         sizes = [value_of(program.sizes, size, known) for size in codes.symbols[:-1]]
         rows = prod(size for size in sizes if size is not None)
         expected = positions + min(positions, tail)
         if None in sizes or not sizes:
             return unread
-        if rows != _BATCH * expected:
-            what = f"its codes have {rows / _BATCH:g} positions for a call of {positions}"
+        if rows != batch_size * expected:
+            what = f"its codes have {rows / batch_size:g} positions for a call of {positions}"
             return what, f"{expected}, with its tail", True
     return None
 
@@ -182,18 +183,26 @@ def _faults_of_beginning(program: Program, kernels: Iterable[Statement], tail: i
         return
     positions = max(_lengths(seq, tail))
     for kernel in kernels:
-        sizes = {value_of(program.sizes, name, {seq: positions, batch: _BATCH}) for name in kernel.inputs}
+        sizes = {value_of(program.sizes, name, _known_sizes(batch, seq, positions)) for name in kernel.inputs}
         if positions - tail not in sizes:
             yield f"{kernel.name} does not take where the tail begins", f"the last {tail} positions", True
 
 
 def _call_sizes(program: Program) -> tuple[str, str] | None:
-    """The sizes that are the batch and the number of positions of a call; None where they do not read."""
+    """The sizes that are the batch and the number of positions of a call, digits where they are fixed; None where they
+    do not read.
+    """
     tokens = next((program.tensors.get(name) for name in program.bound if name.startswith(_TOKENS)), None)
     if tokens is None or len(tokens.symbols) < _MATRIX:
         return None
-    (_, batch), (factor, seq) = (multiple(program.sizes, size) for size in tokens.symbols)
-    return batch, seq or str(factor)
+    (rows, batch), (factor, seq) = (multiple(program.sizes, size) for size in tokens.symbols)
+    return batch or str(rows), seq or str(factor)
+
+
+def _known_sizes(batch: str, seq: str, positions: int) -> dict[str, int]:
+    """The sizes of a call by name; those that are fixed have none."""
+    sizes = {seq: positions, batch: _BATCH}
+    return {name: size for name, size in sizes.items() if not name.isdigit()}
 
 
 def _lengths(seq: str, tail: int) -> tuple[int, ...]:
@@ -252,20 +261,20 @@ def _rows_a_token(program: Program, codes: str) -> int | None:
 def _rows_of_one_term(program: Program, codes: ProgramTensor | None, roots: Collection[str]) -> set[str]:
     """The names that the program gives to the number of rows of `codes` if they had one term.
 
-    That is the batch; for a matrix it is the rows of the GEMMs with one term (such as the output head's), whose results
-    are not among `roots`.
+    That is the batch, a number where it is fixed; for a matrix it is the rows of the GEMMs with one term (such as the
+    output head's), whose results are not among `roots`.
     """
     if codes is None or not codes.symbols:
         return set()
     if len(codes.symbols) >= _RANK:
-        references = [program.tensors.get(name) for name in program.bound if name.startswith(_TOKENS)]
-    else:
-        others = [
-            statement
-            for statement in program.statements
-            if statement.nodes and program.root(statement.outputs[0])[0] not in roots
-        ]
-        references = [program.tensors.get(statement.inputs[0]) for statement in others]
+        tokens = [program.tensors.get(name) for name in program.bound if name.startswith(_TOKENS)]
+        return {tensor.symbols[0] for tensor in tokens if tensor is not None and tensor.symbols}
+    others = [
+        statement
+        for statement in program.statements
+        if statement.nodes and program.root(statement.outputs[0])[0] not in roots
+    ]
+    references = [program.tensors.get(statement.inputs[0]) for statement in others]
     return {tensor.symbols[0] for tensor in references if tensor is not None and tensor.symbols and not tensor.dims[0]}
 
 

@@ -14,12 +14,15 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from fp8q import api
 from fp8q.core.run import Run
+from fp8q.export.engine.build import Job
+from fp8q.export.engine.profiles import profiles
 from fp8q.export.graph.weight_scale_form import in_form
 from fp8q.export.lint.check import lint_graph
 from fp8q.export.onnx_file.indexed import Indexed
 from fp8q.options import ONE, TWO, Form
 from fp8q.stages.lint import expectation
 
+from ..graphs import changed_engine
 from .test_engine_proof import behind, named, shown
 from .test_two_terms_proof import AGAIN, DOWN, TARGETS, Q, constant, unchanged
 
@@ -233,6 +236,20 @@ def test_an_engine_without_the_tail_of_one_product_is_named(
     told = Counter(each["module"] for each in view["differences"] if each["what"] == "two terms" and each["told"])
     assert (code, view["terms_found"], set(told)) == (3, 6, {DOWN}), error
     assert re.match(rf"{re.escape(DOWN)}: {found}", error), error
+
+
+def test_an_engine_for_a_batch_of_1_is_held_to_its_tail_too(fp8q: Fp8q, run: Run, tmp_path: Path) -> None:
+    job = Job("tensorrt-rtx", "sm89", profiles(1, 64))
+    for change, expected in (
+        (unchanged, ""),
+        (a_shorter_tail, "its codes have 24 positions for a call of 16, and the run has 32, with its tail"),
+        (second_dropped, "its codes have 1 positions for a call of 1, and the run has 2, with its tail"),
+    ):
+        folder = tmp_path / change.__name__
+        folder.mkdir()
+        code, view, error = shown(fp8q, run, "sm89", changed_engine(run, change, job, folder))
+        assert (code, view["terms_found"]) == ((3, 6) if expected else (0, 7)), error
+        assert expected in error
 
 
 @pytest.mark.parametrize("target", TARGETS)

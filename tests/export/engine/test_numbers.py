@@ -14,8 +14,10 @@ from fp8q.export.engine.expected_gemms import expected_gemms
 from fp8q.export.engine.numbers import CODES, FACTORS, INPUT, Difference
 from fp8q.export.engine.plan import EngineGemm, Kernel, Plan, read_plan
 from fp8q.export.engine.proof import Proof, broken, prove
+from fp8q.export.engine.second_codes import TERMS
 from fp8q.export.lint.rules import Expectation
 from fp8q.export.onnx_file.loading import load_graph
+from fp8q.options import TWO
 
 Engines = Callable[..., tuple[Any, bytes]]
 TARGETS = ("sm89", "sm120")
@@ -57,6 +59,20 @@ def test_an_engine_of_the_same_graph_has_all_its_numbers(
     proof = proof_of(written, plan, cache=cache)
     assert (proof.differences, proof.compared) == ((), frozenset(written.modules))
     assert [proof.matching(what) for what in (CODES, FACTORS, INPUT)] == [len(written.modules)] * 3
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("max_batch", [1, 4])
+def test_an_engine_of_two_terms_has_all_its_numbers_and_one_of_one_term_is_told(
+    engine_of: Engines, target: str, max_batch: int
+) -> None:
+    one_term = {(module, TERMS, "its codes have the rows of one term") for module in (GATE, DOWN, OUT)}
+    for two_terms in (True, False):
+        written, plan = engine_of(target, max_batch, two_terms=two_terms)
+        proof = proof_of(written, plan, forms=dict.fromkeys(written.modules, TWO))
+        found = {(each.module, each.what, each.found) for each in broken(proof.differences)}
+        assert found == set() if two_terms else found >= one_term
+        assert [proof.matching(what) for what in (CODES, FACTORS, INPUT)] == [len(written.modules)] * 3
 
 
 @pytest.mark.parametrize("target", TARGETS)
