@@ -24,13 +24,6 @@ from fp8q.options import CalibrateOptions, ConvertForm
 from fp8q.quantize.scales.decisions import TensorScale, load_scales
 from fp8q.stages.corpus import load_tokens, opening_of
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def _benchmarks_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
 
 class Words(nn.Module):
     """A model of three words, whose logits are the row of a table that the last token names."""

@@ -10,13 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def _benchmarks_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
 
 def test_the_costliest_inputs_an_operation_are_exact_as_long_as_they_fit() -> None:
     from input_mixes import costliest_inputs
