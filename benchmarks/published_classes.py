@@ -293,21 +293,21 @@ def main() -> int:
     wanted = options.names.split(",") if options.names else [*PUBLISHED.values()]
     types = classes()
     rows: dict[str, Row] = {}
-    kept: dict[str, str] = {}
+    made_at: dict[str, str] = {}
     if options.names and options.save:
         before = json.loads((RESULTS / f"{options.save}.json").read_text(encoding="utf-8"))
         rows = before["rows"]
-        kept = {name: before["kept"].get(name, before["commit"]) for name in rows}
+        made_at = {name: before["kept"].get(name, before["commit"]) for name in rows}
     begin = partial(guarded, outcome, STARTED + 60 * options.minutes)
     with ThreadPoolExecutor(options.jobs) as pool:
         for name, row in zip(wanted, pool.map(begin, wanted, map(types.__getitem__, wanted)), strict=True):
             if row is not None:
                 rows[name] = row
-                kept.pop(name, None)
+                made_at.pop(name, None)
                 print(f"{name}: {shown(row)}", flush=True)
     failed = [name for name, row in rows.items() if "failed" in row]
     families = [model for model in PUBLISHED if model not in OTHER_FAMILIES]
-    figures = {"models": PUBLISHED, "families": families, "kept": kept, "rows": dict(sorted(rows.items()))}
+    figures = {"models": PUBLISHED, "families": families, "kept": made_at, "rows": dict(sorted(rows.items()))}
     return publish(head, figures | {"failed": failed, "passed": not failed}, options.save)
 
 

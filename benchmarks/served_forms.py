@@ -155,7 +155,7 @@ class ServedRows:
         """The model with `weights`, and `inputs` coded by a name of `OWN`."""
 
         def static(form: Form) -> dict[str, Any]:
-            return {module: static_input(each.with_form(form)) for module, each in self.activations.items()}
+            return {module: static_input(scale.with_form(form)) for module, scale in self.activations.items()}
 
         if inputs == "exact":
             return quantized(self.source, weights, {})
@@ -164,7 +164,7 @@ class ServedRows:
         if inputs == "two codes":
             return quantized(self.source, weights, static(TWO))
         if inputs == "tail":
-            tails = {module: tail_input(each) for module, each in self.activations.items()}
+            tails = {module: tail_input(scale) for module, scale in self.activations.items()}
             return quantized(self.source, weights, tails)
         if inputs == "token":
             return quantized(self.source, weights, dict.fromkeys(weights, dynamic_input))

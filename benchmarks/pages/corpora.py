@@ -36,11 +36,11 @@ def certificate() -> str:
 def vision() -> str:
     """What the parts of a model that sees cost in FP8."""
     rows = []
-    for name, found in load("vision")["results"].items():
-        before, after = found["perplexity"]
-        gemms = " + ".join(str(count) for count in found["gemms"] if count)
-        kl = f"{1000 * found['kl']:.3f}"
-        rows.append([name, gemms, kl, f"{found['agreement']:.2%}", f"{after / before - 1:+.2%}"])
+    for name, part in load("vision")["results"].items():
+        before, after = part["perplexity"]
+        gemms = " + ".join(str(count) for count in part["gemms"] if count)
+        kl = f"{1000 * part['kl']:.3f}"
+        rows.append([name, gemms, kl, f"{part['agreement']:.2%}", f"{after / before - 1:+.2%}"])
     return table(["in FP8, form", "GEMMs", "KL, millinats", "agreement", "perplexity"], rows)
 
 

@@ -54,9 +54,9 @@ def served_forms() -> str:
         served, written = rows_in(result), rows_of(model)
         rows = {title: served[name] for title, name in SERVED.items() if name in served}
         rows |= {title: written[name] for title, name in WRITTEN.items()}
-        own = written[BF16]["kl_mean_micronats"]
+        of_bf16 = written[BF16]["kl_mean_micronats"]
         for title, row in sorted(rows.items(), key=lambda named: -named[1]["kl_mean_micronats"]):
-            times = row.get("kl_over_bf16", row["kl_mean_micronats"] / own)
+            times = row.get("kl_over_bf16", row["kl_mean_micronats"] / of_bf16)
             cells.append([REAL_MODELS[model], title, kl(row), f"{times:.1f}", perplexity(row), flips(row)])
     return table(["model", "form", "KL × 10⁶", "over BF16's", "perplexity", "flips"], cells)
 
