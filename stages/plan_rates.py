@@ -18,6 +18,7 @@ from torch import nn
 
 from ..calibrate.measure.measurement import Measurement, measure_in_memory
 from ..calibrate.measure.statistics import Corpus, ModelIdentity
+from ..calibrate.model.bf16_gemms import gemms_in_fp32
 from ..calibrate.model.memory import weight_bytes
 from ..calibrate.model.source import Source, load_model, meta_model
 from ..core.memory import release_memory
@@ -201,8 +202,10 @@ class GemmSeconds:
         on_codes = FP8Linear(codes, scale.to(device), x.new_tensor(0.01, dtype=torch.float32), None, "fast")
         narrow = weight.to(device)
         wide, wide_x = narrow.float(), x.float()
+        with gemms_in_fp32():  # as the model's are, where there are no BF16 units
+            bf16 = seconds(lambda: nn.functional.linear(x, narrow))
         return cls(
-            seconds(lambda: nn.functional.linear(x, narrow)) / GEMM_TOKENS,
+            bf16 / GEMM_TOKENS,
             seconds(lambda: nn.functional.linear(wide_x, wide)) / GEMM_TOKENS,
             seconds(lambda: on_codes(x)) / GEMM_TOKENS,
             seconds(lambda: wide_x.T @ wide_x) / GEMM_TOKENS if moments else 0.0,

@@ -6,8 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fp8q import api
+from fp8q.calibrate.model import bf16_gemms
+from fp8q.calibrate.model.bf16_gemms import bf16_linear
 from fp8q.calibrate.model.source import open_source
 from fp8q.calibrate.text.evaluation import cut
 from fp8q.calibrate.text.image_rows import ImageRow
@@ -21,7 +24,7 @@ from fp8q.stages import run as running
 from fp8q.stages.corpus import Collected, Opening
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.plan import Outlook, Planned, PlannedStage, disk_needed, lines_of, stages_of
-from fp8q.stages.plan_rates import Rates, gptq_seconds
+from fp8q.stages.plan_rates import GemmSeconds, Rates, gptq_seconds
 from fp8q.stages.run import Following
 from fp8q.stages.shared.run_images import ImageRows
 
@@ -184,6 +187,21 @@ def test_gptq_is_measured_on_as_many_rows_as_a_weight_has(monkeypatch: pytest.Mo
     assert gptq_seconds([(100, 10), (50, 20)], [10, 20]) == pytest.approx(
         2 / 512**3 * (10**3 + 20**3) + one * (10 + 20) + squared * (100 * 10**2 + 50 * 20**2)
     )
+
+
+def test_gemms_are_measured_as_the_model_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without BF16 units torch takes three times as long as the model does: a validation was planned at a seventh."""
+    monkeypatch.setattr(bf16_gemms, "has_bf16_units", lambda: False)
+    computed: list[int] = []
+
+    def noted(x: torch.Tensor, *given: Any) -> torch.Tensor:
+        computed.append(x.numel())
+        return bf16_linear(x, *given)
+
+    monkeypatch.setattr(bf16_gemms, "bf16_linear", noted)
+    GemmSeconds.of((96, 32), "cpu", moments=False)
+    calls = 3  # of the weight, and of its codes
+    assert computed == [plan_rates.GEMM_TOKENS * 32] * (2 * calls)
 
 
 def test_plan_writes_nothing_and_ends_well(demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
