@@ -32,6 +32,7 @@ from .measure import (
     check_batches,
     check_experts,
     check_images,
+    check_sequential_ranks,
     measure,
     measure_key,
     moments_bytes,
@@ -92,7 +93,7 @@ def without_idle_graph(what: Calibration, notes: Notes) -> Calibration:
 def calibrate(run: Run, notes: Notes, what: Calibration) -> Run:
     """Measure, choose scales, and write checkpoint and graphs into `run`.
 
-    In several processes that torchrun started, all measure and round by GPTQ, and the first alone does the rest.
+    In several processes that torchrun started, all measure and round, and the first alone does the rest.
     """
     what = without_idle_graph(what, notes)
     options = what.options.calibrate
@@ -285,6 +286,7 @@ def _checked(run: Run, what: Calibration, notes: Notes, world: World) -> tuple[S
     collected = collect(source, tokenizer, what.data, what.eval_data, options, notes)
     collected = replace(collected, other_tokens=remaining.kinds if remaining else ())
     check_batches(options, len(collected.windows), world)
+    check_sequential_ranks(gemms, options, world)
     if remark := few_tokens_note(gemms, options, *collected.windows.shape):
         notes.note(remark)
     if later:

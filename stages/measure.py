@@ -90,12 +90,11 @@ def check_batches(options: CalibrateOptions, windows: int, world: World) -> None
             f"start at most {end - first}, or ask for more --samples or a smaller --batch-size than "
             f"{options.batch_size}",
         )
-    if options.weight_rounding == "sequential" and (world.size > 1 or options.batches):
-        how = f"{world.size} ranks" if world.size > 1 else "--batches"
+    if options.weight_rounding == "sequential" and options.batches:
         raise InputError(
             "--weight-rounding sequential",
-            "runs all batches through one layer after the other, in one process",
-            f"use `fp8q calibrate` without {how}, or leave it out",
+            "runs all batches through one layer after the other, and --batches measures some of them",
+            "use `fp8q calibrate` without --batches, or leave it out",
         )
     if options.needs_moments and world.size > 1 and options.stream is False:
         raise InputError(
@@ -122,6 +121,17 @@ def check_images(options: CalibrateOptions, world: World, rows: bool) -> None:
     if world.size > 1 or options.batches:
         how = f"{world.size} ranks" if world.size > 1 else "--batches"
         raise InputError(how, "rows with images are measured by one process, in one run", "leave the rows out")
+
+
+def check_sequential_ranks(gemms: ModelGemms, options: CalibrateOptions, world: World) -> None:
+    """Raise InputError where several ranks would round a model with experts layer by layer."""
+    if options.weight_rounding == "sequential" and world.size > 1 and gemms.routers:
+        raise InputError(
+            "--weight-rounding sequential",
+            f"the float model and the quantized one route tokens to other experts, and {world.size} ranks would add "
+            "them in another order than one process",
+            "start one process, or use --weight-rounding gptq",
+        )
 
 
 def check_experts(source: Source, gemms: ModelGemms, options: MeasureOptions) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from pydantic import TypeAdapter
 
 from ..calibrate.measure.moments import FIRST
 from ..calibrate.measure.statistics import Statistics, load_arrays, load_statistics
@@ -18,11 +19,12 @@ from ..calibrate.model.source import Source, meta_model
 from ..calibrate.ranks.world import World
 from ..core.errors import InputError
 from ..core.files import disk_errors, replacing, write_document
-from ..core.output_folder import WorkFolder
+from ..core.output_folder import WorkFolder, key_text
+from ..core.reporter import SILENT
 from ..core.run import Run
 from ..options import BF16, BLOCK, RescaleOptions, ScaleOptions, WeightRounding
 from ..quantize.checkpoint.hf_layout import hf_layout_of
-from ..quantize.checkpoint.rounding_ranks import round_group, round_in_ranks, round_share
+from ..quantize.checkpoint.rounding_ranks import RoundingTask, round_group, round_in_ranks, round_share
 from ..quantize.checkpoint.writer import quantize_checkpoint
 from ..quantize.codes.blocks import SIDE
 from ..quantize.reading.codecs import CODECS
@@ -57,8 +59,9 @@ from ..quantize.weights.channels import (
 )
 from ..quantize.weights.code_sources import CodeSource, GptqCodes, LearnedCodes, RoundedCodes, Rounding
 from ..quantize.weights.gptq import WEIGHED_SHRINKAGE, Compensations
-from ..quantize.weights.rounding_progress import CachedCodes, CodesOfAnyInput
+from ..quantize.weights.rounding_progress import CachedCodes, CodesOfAnyInput, Rounded
 from ..quantize.weights.sequential import SequentialRounding
+from ..quantize.weights.sequential_ranks import SentScaling, SequentialTask
 from .corpus import in_batches, load_tokens
 from .gradients import load_first_tokens, output_folder
 from .measure import measure_queries
@@ -66,6 +69,7 @@ from .pipeline.stage import Key, Notes, arithmetic, device
 from .pipeline.stages import DISTILL, MEASURE, QUANTIZE, QuantizeFacts
 from .shared.adapters import fingerprints
 from .shared.model_files import carry_graphs, has_graphs
+from .shared.texts import Tokens
 
 
 @dataclass(frozen=True)
@@ -90,12 +94,22 @@ class KnownCodes:
 ALL_LEARNED = KnownCodes()
 
 
+#: What rank 0 may tell the others to take part in.
+TASKS: TypeAdapter[RoundingTask | SequentialTask] = TypeAdapter(RoundingTask | SequentialTask)
+
+
 def take_part_in_rounding(run: Run, source: Source, world: World) -> None:
-    """Round by GPTQ, on a rank above 0, the weights that rank 0 assigns, until it has its last codes."""
+    """Round, on a rank above 0, what rank 0 assigns, until it has its last codes."""
     work = WorkFolder(run.root, QUANTIZE.name, world.rank)
     with disk_errors(run.root):
-        while round_share(world, source, work.path, device()):
-            pass
+        while sent := world.gathered({})[0]:
+            task = TASKS.validate_python(sent)
+            if isinstance(task, RoundingTask):
+                round_share(world, source, task, work.path, device())
+                continue
+            windows = world.sent(None)
+            with work.opened({"task": task.key, "rank": world.rank, "ranks": world.size}) as folder:
+                _sequence(source, task, windows, folder, world).run(SILENT)
     work.leave()
 
 
@@ -136,8 +150,7 @@ def quantize(
         scales = scales.model_copy(update={"queries": query_scales(queries, options.clip, heads)})
     with QUANTIZE.writing(run, key, notes) as log:
         with (
-            _stored_codes(run, key, notes, known) as codes,
-            _rounding(run, source, scales, key, notes, codes) as rounding,
+            _rounding(run, source, scales, key, notes, known) as rounding,
             replacing(run.model) as partial,
         ):
             image_rows = statistics.record.corpus.image_rows
@@ -341,13 +354,9 @@ def _stored_codes(
 
 @contextmanager
 def _rounding(
-    run: Run, source: Source, scales: Scales, key: Key[ScaleOptions, QuantizeFacts], notes: Notes,
-    codes: CachedCodes | None = None,
+    run: Run, source: Source, scales: Scales, key: Key[ScaleOptions, QuantizeFacts], notes: Notes, known: KnownCodes
 ) -> Iterator[Rounding]:  # fmt: skip
-    """Prepare the rounding of weights; `codes`: of GPTQ, from calls before.
-
-    `sequential` rounding is done here, on the run's windows, in a work folder whose key contains `key`.
-    """
+    """Prepare the rounding of weights, with the codes that are `known`."""
     statistics = load_statistics(run)
     options = key.options
     scaling = weight_scaling(source, statistics, scales, options)
@@ -358,24 +367,47 @@ def _rounding(
     inherited = inherited_codes(source, options, scaling.blocks)
     inherited_first = (inherited,) if inherited else ()
     in_blocks = source_blocks(source, scales.modules)
-    record = statistics.record
     if options.weight_rounding == "sequential":
-        batches = in_batches(load_tokens(run, run.calibration), record.corpus.batch_size)
-        with QUANTIZE.working(run, key, notes) as folder:
-            inputs = scales.activations | dict.fromkeys(scales.in_form(BF16))
-            few = starved(statistics, options.min_expert_tokens)
-            activations = {name: scale for name, scale in inputs.items() if name not in few}
-            made = SequentialRounding(source, activations, scaling, batches, folder, device()).run(notes)
-            sequential = RoundedCodes(made.judged, scaling.method, "sequential")
+        few = starved(statistics, options.min_expert_tokens)
+        inputs = scales.activations | dict.fromkeys(scales.in_form(BF16))
+        task = SequentialTask(
+            activations={name: scale for name, scale in inputs.items() if name not in few},
+            scaling=SentScaling.of(scaling),
+            batch_size=statistics.record.corpus.batch_size,
+            key=key_text(QUANTIZE.work_key(key)),
+        )
+        with _layer_by_layer(run, source, task, key, notes, known.in_ranks) as rounded:
+            sequential = RoundedCodes(rounded.judged, scaling.method, "sequential")
             yield Rounding(scaling, (*inherited_first, sequential), in_blocks, device())
     elif options.weight_rounding == "gptq":
-        compensations = _compensations(run, statistics, scales, options, run.moments)
-        gptq: CodeSource = GptqCodes(scaling, compensations, codes, output_folder(run, options))
-        if codes and not any(map(is_of_moments, key.inputs)):
-            gptq = _rounded_while_measured(source, scales, codes, compensations, scaling.method)
-        yield Rounding(scaling, (*inherited_first, gptq), in_blocks, device())
+        with _stored_codes(run, key, notes, known) as codes:
+            compensations = _compensations(run, statistics, scales, options, run.moments)
+            gptq: CodeSource = GptqCodes(scaling, compensations, codes, output_folder(run, options))
+            if codes and not any(map(is_of_moments, key.inputs)):
+                gptq = _rounded_while_measured(source, scales, codes, compensations, scaling.method)
+            yield Rounding(scaling, (*inherited_first, gptq), in_blocks, device())
     else:
         yield Rounding(scaling, inherited_first, in_blocks, device())
+
+
+@contextmanager
+def _layer_by_layer(
+    run: Run, source: Source, task: SequentialTask, key: Key[ScaleOptions, QuantizeFacts], notes: Notes,
+    ranks: World | None,
+) -> Iterator[Rounded]:  # fmt: skip
+    """Round layer by layer on the run's windows, in a work folder whose key contains `key`, with the other `ranks`."""
+    windows = load_tokens(run, run.calibration)
+    with QUANTIZE.working(run, key, notes, ranks.size if ranks else 1) as folder:
+        if ranks:
+            ranks.gathered(task.model_dump())
+            ranks.sent(windows)
+        yield _sequence(source, task, windows, folder, ranks or World(device=device())).run(notes)
+
+
+def _sequence(source: Source, task: SequentialTask, windows: Tokens, folder: Path, world: World) -> SequentialRounding:
+    """The part of one rank of `world` in a `task`."""
+    batches = in_batches(windows, task.batch_size)
+    return SequentialRounding(source, task.activations, task.scaling.scaling, batches, folder, world)
 
 
 def _compensations(

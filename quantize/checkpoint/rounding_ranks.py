@@ -22,14 +22,14 @@ import numpy as np
 from ...calibrate.measure.held_out import input_name, tokens_file
 from ...calibrate.measure.moments import first_file, moments_file
 from ...calibrate.model.source import Source
+from ...calibrate.ranks.shares import assigned
 from ...calibrate.ranks.world import FileChannel, World
 from ...core.errors import Fp8qError
 from ...core.files import Strict
-from ...options import ScaleGrid
-from ..weights.channels import WeightMethod, WeightScaling
 from ..weights.code_sources import FloatWeight, GptqCodes
 from ..weights.gptq import Compensations
 from ..weights.rounding_progress import CachedCodes
+from ..weights.sequential_ranks import SentScaling
 from .narrowing import Narrowing
 
 #: The cost of rounding an output channel of an input of n values, in n².
@@ -43,24 +43,16 @@ class RoundingTask(Strict):
     """The rounding that rank 0 tells the others to make.
 
     `shares`: of each rank, its groups of modules; `axes`: module -> the axis of its output channels. The other fields
-    are those of `WeightScaling` and `Compensations`.
+    are those of `Compensations`.
     """
 
-    method: WeightMethod
-    tensor_scales: dict[str, float]
-    blocks: list[str]
-    block_grid: ScaleGrid
+    scaling: SentScaling
     first: dict[str, str]
     lost: dict[str, float]
     experts: list[str]
     first_tokens: dict[str, float]
     axes: dict[str, Literal[0, 1]]
     shares: list[list[Group]]
-
-    @property
-    def scaling(self) -> WeightScaling:
-        """The choice of scales."""
-        return WeightScaling(self.method, self.tensor_scales, frozenset(self.blocks), self.block_grid)
 
     def compensations(self, moments: Path) -> Compensations:
         """Open the second moments in the folder `moments`."""
@@ -84,10 +76,7 @@ def round_in_ranks(
             groups.setdefault(compensations.first.get(module, module), []).append(module)
     costs = {tuple(members): _cost(source, compensations.folder, first, members) for first, members in groups.items()}
     task = RoundingTask(
-        method=codes.scaling.method,
-        tensor_scales=dict(codes.scaling.tensor_scales),
-        blocks=sorted(codes.scaling.blocks),
-        block_grid=codes.scaling.block_grid,
+        scaling=SentScaling.of(codes.scaling),
         first=dict(compensations.first),
         lost=dict(compensations.lost),
         experts=list(compensations.experts),
@@ -119,14 +108,8 @@ def round_in_ranks(
         raise failures[0]
 
 
-def round_share(world: World, source: Source, folder: Path, device: str) -> bool:
-    """Round, in a rank above 0, the groups that rank 0 assigns, with files in `folder`; False where there is no more to
-    round.
-    """
-    sent = world.gathered({})[0]
-    if not sent:
-        return False
-    task = RoundingTask.model_validate(sent)
+def round_share(world: World, source: Source, task: RoundingTask, folder: Path, device: str) -> None:
+    """Round, in a rank above 0, the groups that rank 0 assigns by `task`, with files in `folder`."""
     channel = _channels(world)[0]
     for group in task.shares[world.rank]:
         shutil.rmtree(folder, ignore_errors=True)
@@ -135,21 +118,11 @@ def round_share(world: World, source: Source, folder: Path, device: str) -> bool
         for path in (moments, stored.folder):
             path.mkdir(parents=True)
         channel.receive(moments)
-        round_group(source, GptqCodes(task.scaling, task.compensations(moments), stored), group, task.axes, device)
+        round_group(
+            source, GptqCodes(task.scaling.scaling, task.compensations(moments), stored), group, task.axes, device
+        )
         channel.send(stored.files())
     shutil.rmtree(folder, ignore_errors=True)
-    return True
-
-
-def assigned(costs: Mapping[Group, int], ranks: int) -> list[list[Group]]:
-    """Assign each group to one of so many `ranks`: the costliest first, to the rank with the least so far."""
-    shares: list[list[Group]] = [[] for _ in range(ranks)]
-    sums = [0] * ranks
-    for group in sorted(costs, key=lambda group: (-costs[group], group)):
-        rank = sums.index(min(sums))
-        shares[rank].append(group)
-        sums[rank] += costs[group]
-    return shares
 
 
 def _cost(source: Source, moments: Path, first: str, members: Sequence[str]) -> int:

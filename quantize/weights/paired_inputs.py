@@ -76,11 +76,20 @@ class InputSums:
     both halves together are meaningful.
     """
 
-    def __init__(self, group: GroupInput, read: Callable[[str], torch.Tensor], device: str = "cpu", batches: int = 1):
+    def __init__(
+        self,
+        group: GroupInput,
+        read: Callable[[str], torch.Tensor],
+        device: str = "cpu",
+        batches: int = 1,
+        waits: bool = False,
+    ):
         """Begin with zeros on `device`, where the batches are; `read` gives the weight [out, in] of a module by its
         name, where the model has it. `batches`: how many there are, some of them held out where the group is of
-        experts.
+        experts. `waits`: another rank adds its batches first, so that those of this one are kept until
+        `add_waiting`.
         """
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if waits else None
         self.held_out = HeldOutTokens(batches)
         self.group = group
         self.read = read
@@ -116,9 +125,18 @@ class InputSums:
             drift = float_input[0] - tokens
             lost = torch.cat([drift @ weight.to(drift).T for weight in self.weights.values()], dim=1)
             residual_lost = None if self.group.base is None else float_input[1] - quantized_input[1]
-            self.halves[half].add(tokens, lost if residual_lost is None else lost + residual_lost)
+            lost = lost if residual_lost is None else lost + residual_lost
+            if self._waiting is None:
+                self.halves[half].add(tokens, lost)
+            else:
+                self._waiting.append((tokens, lost))
         else:
             add_matmul(self.halves[0].moments, tokens, tokens)
+
+    def add_waiting(self, half: int) -> None:
+        """Add the batches that were kept to one half, which has those of the ranks before this one."""
+        while self._waiting:
+            self.halves[half].add(*self._waiting.pop(0))
 
     def hold_out(self, tokens: torch.Tensor | None, chosen: torch.Tensor | None, batch: int) -> None:
         """Keep some tokens of each expert from the held-out `batch`.

@@ -5,6 +5,7 @@ left unfinished is rounded again.
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -49,6 +50,10 @@ class Rounded:
             error = (held.metadata() or {}).get(HELD_OUT)
             judged = None if error is None else HeldOutError.model_validate_json(error)
             return held.get_tensor("codes"), held.get_tensor("scale"), judged
+
+    def files_of(self, modules: Iterable[str]) -> list[Path]:
+        """The files of those of `modules` that were rounded."""
+        return [path for module in modules if (path := self._file(module)).is_file()]
 
     def _file(self, module: str) -> Path:
         return self.folder / f"{module}.safetensors"

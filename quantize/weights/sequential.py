@@ -38,6 +38,7 @@ from ...calibrate.model.decoder import LayerCall, NoChainError
 from ...calibrate.model.expert_modules import Experts, experts_of, full_input_module, routed_gemms
 from ...calibrate.model.gemms import output_channel_axis
 from ...calibrate.model.source import Source
+from ...calibrate.ranks.world import World
 from ...core.errors import InputError
 from ...core.reporter import Reporter
 from ...options import BLOCK
@@ -45,11 +46,12 @@ from ..codes.blocks import group_values
 from ..codes.encoding import RUN_TIME_SCALES, code_values, two_code_values
 from ..codes.formats import TWO_TERMS
 from ..scales.decisions import TensorScale
-from .channels import QuantizedWeight, WeightScaling, judged, quantize_scaled
+from .channels import QuantizedWeight, WeightScaling, dequantized, judged, quantize_scaled
 from .gptq import EXPERT_SHRINKAGE, Compensation, compensation_of
 from .paired_inputs import GroupInput, InputAndResidual, InputSums, passes
 from .ridge_target import ridge_targets
 from .rounding_progress import Rounded
+from .sequential_ranks import SharedRounding
 
 
 def residual_bases(
@@ -147,7 +149,7 @@ class SequentialRounding(Chain):
         scaling: WeightScaling,
         batches: Batches,
         folder: Path,
-        device: str = "cpu",
+        world: World | None = None,
     ):
         """Prepare to round the modules of `activations`, with weight scales by `scaling`.
 
@@ -155,21 +157,28 @@ class SequentialRounding(Chain):
 
         `batches`: index -> token ids int64 [windows, seq_len]. `folder`, which exists, holds the hidden states and the
         rounded modules. A killed call goes on from what it left there, so its arguments must have been the same.
-        Modules that are not in `activations` keep their weights here.
+        Modules that are not in `activations` keep their weights here. `world`: the device, and ranks that round
+        together, which all make this with the same arguments but for their folders; None: one process on a CPU.
 
         Raises InputError where the disk has no room, and for a model that is no chain of layers.
         """
-        super().__init__(source, device, torch.float32)
+        world = world or World()
+        super().__init__(source, world.device, torch.float32)
         self.activations = activations
         self.scaling = scaling
-        self.batches = batches
+        self.ranks = SharedRounding(world, len(batches))
+        self.batch_count = len(batches)
+        numbers = {*self.ranks.numbers}
+        #: This rank's batches, and their places among all.
+        self.batches = {batch: ids for number, (batch, ids) in enumerate(batches.items()) if number in numbers}
         self.routed = {name for gemms in routed_gemms(self.model).values() for name in gemms}
         self.experts = tuple(f"{layer}." for layer in routed_gemms(self.model))
         self.float, self.quantized = states_in_turn(
-            ("float", "quantized"), batches, self.layer_output, folder, "--weight-rounding sequential"
+            ("float", "quantized"), self.batches, self.layer_output, folder, "--weight-rounding sequential"
         )
         self.rounded = Rounded(folder)
         self.steps = LayerSteps.of(folder / "steps.json")
+        self.steps.steps = self.ranks.agreed(self.steps.steps)
 
     def input_values(self, x: torch.Tensor, module: str) -> torch.Tensor:
         """Quantize and dequantize the input `x` of `module`, float32 of the same shape."""
@@ -231,30 +240,43 @@ class SequentialRounding(Chain):
         weights: dict[str, torch.Tensor] = {}
         batch = next(iter(self.batches))
         inside = {name: module for name, module in self.gemms.items() if self.layers.index(name) == index}
-        bases = residual_bases(
-            self.model, layer, inside, entering[0].read(batch, self.device), partial(run_layer, entering[0], batch)
+        bases = self.ranks.bases(
+            residual_bases(
+                self.model, layer, inside, entering[0].read(batch, self.device), partial(run_layer, entering[0], batch)
+            )
         )
         for inputs in passes(self._group_inputs(inside, bases), self.routed):
             for sums in self._input_sums(inputs, entering, run_layer, weights):
-                compensation, shrunk, targets = _compensations_and_targets(sums, sums.group.first in self.routed)
-                for name, weight in sums.weights.items():
-                    scale = self.scaling.scale(name, weight)
-                    method = self.scaling.method
-                    rounded = quantize_scaled(weight, scale, method, compensation, wanted=targets.get(name))
-                    if name.startswith(self.experts):
-                        tokens = sums.held_out.tokens(input_name(name))
-                        rounded = judged(weight, rounded, method, tokens, shrunk)
-                    if isinstance(rounded, QuantizedWeight):
-                        self.rounded.add(name, rounded)
-                        weights[name] = self._dequantized(name, rounded)
+                names = self.ranks.own(sums.weights)
+                self._round_group(sums, names)
+                self.ranks.exchange(self.rounded, names)
+                for name in sums.group.members:
+                    if rounded := self.rounded.get(name):
+                        weights[name] = self._dequantized(name, *rounded)
         for batch in self.batches:
             leaving[0].write(batch, run_layer(entering[0], batch))
             with self._quantized(weights):
                 leaving[1].write(batch, run_layer(entering[1], batch))
 
-    def _dequantized(self, name: str, rounded: QuantizedWeight) -> torch.Tensor:
+    def _round_group(self, sums: InputSums, names: Collection[str]) -> None:
+        """Round those of a group's weights that `names` has, and store their codes; the sums are used up."""
+        if not names:
+            return
+        compensation, shrunk, targets = _compensations_and_targets(sums, sums.group.first in self.routed)
+        for name in names:
+            weight = sums.weights[name]
+            method = self.scaling.method
+            scale = self.scaling.scale(name, weight)
+            rounded = quantize_scaled(weight, scale, method, compensation, wanted=targets.get(name))
+            if name.startswith(self.experts):
+                rounded = judged(weight, rounded, method, sums.held_out.tokens(input_name(name)), shrunk)
+            if isinstance(rounded, QuantizedWeight):
+                self.rounded.add(name, rounded)
+
+    def _dequantized(self, name: str, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Code × scale of the weight of a module, float32, shaped as the module stores it."""
-        return rounded.values.movedim(0, output_channel_axis(self.gemms[name])).contiguous().to(self.device)
+        values = dequantized(codes.to(self.device), scale.to(self.device))
+        return values.movedim(0, output_channel_axis(self.gemms[name])).contiguous()
 
     def _group_inputs(self, inside: Collection[str], bases: Mapping[str, str]) -> Iterator[GroupInput]:
         """Yield the inputs of the groups `inside` a layer that are rounded, in the order they are called in.
@@ -279,8 +301,11 @@ class SequentialRounding(Chain):
 
         `weights`: the weights of the layer that are rounded so far. Sums are let go of as they are yielded.
         """
-        count = len(self.batches)
-        pending = [InputSums(group, lambda name: weight_rows(self.gemms[name]), self.device, count) for group in inputs]
+        count = self.batch_count
+        pending = [
+            InputSums(group, lambda name: weight_rows(self.gemms[name]), self.device, count, self.ranks.waits)
+            for group in inputs
+        ]
 
         def add(number: int, batch: int, size: int) -> None:
             float_inputs = self._record_inputs(inputs, entering[0], batch, run_layer)
@@ -296,9 +321,10 @@ class SequentialRounding(Chain):
                     continue
                 sums.add(number % 2, float_inputs.get(group.first), quantized_input, tokens, size)
 
-        for number, (batch, ids) in enumerate(self.batches.items()):
+        for number, (batch, ids) in zip(self.ranks.numbers, self.batches.items(), strict=True):
             add(number, batch, ids.size)  # a function, so that the inputs are freed before H is factored
         while pending:
+            self.ranks.complete(pending[0])
             yield pending.pop(0)
 
     def _record_inputs(

@@ -283,11 +283,14 @@ class Stage(Generic[Choices, Facts]):
             notes.lines = []
             write_document(run.record_file, record.with_stage(self.name, done))
 
-    def working(self, run: Run, key: Key[Choices, Facts], notes: Notes) -> AbstractContextManager[Path]:
+    def working(
+        self, run: Run, key: Key[Choices, Facts], notes: Notes, ranks: int = 1
+    ) -> AbstractContextManager[Path]:  # fmt: skip
         """Open the work folder of this stage for this `key` and arithmetic, with which a killed call goes on
-        (`WorkFolder`).
+        (`WorkFolder`); `ranks`: those that share the work in it.
         """
-        return WorkFolder(run.root, self.name).opened(self.work_key(key), notes.note)
+        shared = {"ranks": ranks} if ranks > 1 else {}
+        return WorkFolder(run.root, self.name).opened(self.work_key(key) | shared, notes.note)
 
     def work_key(self, key: Key[Choices, Facts]) -> dict[str, object]:
         """Everything that the contents of the work folder depend on."""

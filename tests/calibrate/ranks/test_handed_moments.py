@@ -10,28 +10,30 @@ import pytest
 
 from fp8q import api
 from fp8q.core.run import Run
+from fp8q.options import WeightRounding
 from tests.calibrate.ranks.test_world import start
 
 from ...mixtures import random_mixture
 
-ARGUMENTS = ["--samples", "9", "--seq-len", "32", "--batch-size", "2", "--weight-rounding", "gptq", "--no-graph"]
+ARGUMENTS = ["--samples", "9", "--seq-len", "32", "--batch-size", "2", "--no-graph"]
 
 
-def alone(checkpoint: Path, texts: Any, out: Path) -> Run:
+def alone(checkpoint: Path, texts: Any, out: Path, rounding: WeightRounding = "gptq") -> Run:
     """The run of one process, in memory."""
-    options = api.CalibrateOptions(samples=9, seq_len=32, batch_size=2, weight_rounding="gptq", stream=False)
+    options = api.CalibrateOptions(samples=9, seq_len=32, batch_size=2, weight_rounding=rounding, stream=False)
     graph = api.ExportOptions(graph=False)
     return api.calibrate(str(checkpoint), str(texts.calibration), out, str(texts.evaluation), options, graph)
 
 
-def command(checkpoint: Path, texts: Any, out: Path) -> list[str]:
+def command(checkpoint: Path, texts: Any, out: Path, rounding: WeightRounding = "gptq") -> list[str]:
     data = ["--data", str(texts.calibration), "--eval-data", str(texts.evaluation)]
-    return ["-m", "fp8q", "calibrate", str(checkpoint), *data, *ARGUMENTS, "--out", str(out)]
+    rounded = ["--weight-rounding", rounding, "--out", str(out)]
+    return ["-m", "fp8q", "calibrate", str(checkpoint), *data, *ARGUMENTS, *rounded]
 
 
 def files(run: Run) -> dict[str, bytes]:
     """The statistics, second moments, scales and codes of a run."""
-    paths = [run.statistics, *run.moments.iterdir(), run.scales, *run.model.glob("*.safetensors")]
+    paths = [run.statistics, *run.moments.glob("*"), run.scales, *run.model.glob("*.safetensors")]
     return {str(path.relative_to(run.root)): path.read_bytes() for path in paths}
 
 

@@ -1,6 +1,8 @@
-"""Groups of weights are assigned to ranks by what rounding them costs; codes are compared in `test_handed_moments`."""
+"""Work that is divided among ranks; codes are compared in `test_handed_moments` and `test_sequential_ranks`."""
 
-from fp8q.quantize.checkpoint.rounding_ranks import assigned
+import pytest
+
+from fp8q.calibrate.ranks.shares import assigned, batch_numbers, half_ranks
 
 
 def test_the_costliest_group_goes_to_the_rank_with_the_least_so_far() -> None:
@@ -8,9 +10,21 @@ def test_the_costliest_group_goes_to_the_rank_with_the_least_so_far() -> None:
     assert assigned(costs, 2) == [[("b", "c"), ("e",)], [("a",), ("d",)]]
 
 
-def test_equal_costs_go_by_name_so_that_every_call_assigns_alike() -> None:
-    assert assigned({("b",): 1, ("c",): 1, ("a",): 1}, 2) == [[("a",), ("c",)], [("b",)]]
+def test_equal_costs_go_in_their_order_so_that_every_call_assigns_alike() -> None:
+    assert assigned({"b": 1, "c": 1, "a": 1}, 2) == [["b", "a"], ["c"]]
 
 
 def test_ranks_without_a_group_have_none() -> None:
-    assert assigned({("a",): 1}, 3) == [[("a",)], [], []]
+    assert assigned({"a": 1}, 3) == [["a"], [], []]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("count", [8, 9, 15])
+def test_each_batch_is_added_once_and_in_order_in_its_half(ranks: int, count: int) -> None:
+    shares = [batch_numbers(rank, ranks, count) for rank in range(ranks)]
+    assert sorted(number for share in shares for number in share) == list(range(count))
+    for parity, members in enumerate(half_ranks(ranks)):
+        added = [number for rank in members for number in shares[rank] if number % 2 == parity]
+        assert added == list(range(parity, count, 2))
+    assert all(shares)
+    assert shares[0][0] == 0
