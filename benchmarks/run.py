@@ -37,6 +37,7 @@ PARTS: Mapping[str, str] = {
         )
     },
     "published_classes": "published_classes.py --minutes 9",
+    "trained_parts": "trained_parts.py",
     "distill_memory": "distill_memory.py",
     "rounding_launches": "rounding_launches.py --models 8B",
     "rounding_launches_70b": "rounding_launches.py --models 70B",
@@ -101,10 +102,13 @@ BY_HAND: Mapping[str, str] = {
     "input_mixes_gemma3": (
         "input_mixes.py gemma3 --rows '^(0% exact$|10%|25%|50%|100%)' --windows 24 --runs build/runs"
     ),
-    "served_forms": (
-        "served_forms.py smollm2 --rows '^(ModelOpt|MX|llm.*BLOCK$|fp8q, (block|one, --weight).*nearest)' "
-        "--runs build/runs"
-    ),
+    **{
+        name: (
+            f"served_forms.py {model} --rows '^(ModelOpt|MX|llm.*BLOCK$|fp8q, (block|one, --weight).*nearest)' "
+            "--runs build/runs"
+        )
+        for name, model in (("served_forms", "smollm2"), ("served_forms_gemma3", "gemma3"))
+    },
     "weight_levers_outputs": "weight_levers.py smollm2 --rows '^(gptq, weighed|output side$)' --runs build/runs",
     "weight_levers_outputs_exact": (
         "weight_levers.py smollm2 --rows '^(gptq, weighed|exact$|output side, exact)' --runs build/runs"
@@ -146,6 +150,7 @@ PEERS = (
     "real_models_smollm2",
     "real_models_gemma3",
     "served_forms",
+    "served_forms_gemma3",
 )
 #: Part of `PEERS` -> the arguments that leave the peer's rows as they are.
 WITHOUT_PEER: Mapping[str, Sequence[str]] = {"accuracy": ("--again", f"^(?!{re.escape(COMPRESSOR)})")}
