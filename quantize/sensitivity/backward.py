@@ -181,7 +181,7 @@ class Backward(Chain):
             draw = torch.Generator(self.device).manual_seed(batch)
             with standing_in([*self.layers.modules(self.model), embedding], [*stands, blank]):
                 logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
-                return End(seen, logits, drawn_gradient(logits.detach(), self.prompt(ids.shape[1]), draw), hidden)
+                return End(seen, logits, drawn_gradient(logits, self.prompt(ids.shape[1]), draw), hidden)
 
         with self.weights.filled([*needed, head]):
             self._back(None, forward, self._gradient(count))
@@ -224,10 +224,15 @@ class Backward(Chain):
         give, and write the gradient at the begin to `gradient`.
         """
         with self.collecting(index) as collect:
-            for number, (batch, tokens) in enumerate(self.batches.items()):
+
+            def run_batch(number: int, batch: int) -> torch.Tensor | None:
+                ids = torch.from_numpy(self.batches[batch]).to(self.device)
                 with seeing(self.watched) as (seen, cache), torch.enable_grad():
-                    end = forward(batch, torch.from_numpy(tokens).to(self.device), seen, cache)
-                back = collect(number, end)
+                    end = forward(batch, ids, seen, cache)
+                return collect(number, end)
+
+            for number, batch in enumerate(self.batches):
+                back = run_batch(number, batch)  # a function, so that its tensors are freed before the next batch's
                 if gradient is not None and back is not None:
                     gradient.write(batch, back)
         if gradient is not None:

@@ -81,7 +81,7 @@ def predict_sites(
     prompt = quantizer.prompt(ids.shape[1])
     with seeing(quantizer) as (seen, cache), torch.enable_grad():
         logits = quantizer.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
-    return backward_losses(quantizer, sites, End(seen, logits, drawn_gradient(logits.detach(), prompt, draw)), see)[0]
+    return backward_losses(quantizer, sites, End(seen, logits, drawn_gradient(logits, prompt, draw)), see)[0]
 
 
 def backward_losses(
@@ -138,20 +138,24 @@ def next_token_log_probabilities(
 
 def drawn_gradient(logits: torch.Tensor, prompt: int, draw: torch.Generator) -> torch.Tensor:
     """Compute the gradient at `logits` float32 [windows, seq_len, vocabulary] of Σ -log p(y) over the tokens behind a
-    `prompt`, y drawn from the model itself by `draw`, a few rows at a time: in one piece it takes five more tables of
-    that size.
+    `prompt`, y drawn from the model itself by `draw`, in the place of the logits.
+
+    A few rows at a time: in one piece it takes five more tables of that size.
     """
-    gradient = torch.zeros_like(logits)
+    logits = logits.detach()
     numbers = uniform(logits.shape[0] * (logits.shape[1] - prompt), draw).view(logits.shape[0], -1, 1)
-    with torch.enable_grad():
-        for window, of_window in enumerate(numbers):
-            for first in range(0, len(of_window), DRAWN_ROWS):
-                some = slice(prompt - 1 + first, prompt - 1 + min(first + DRAWN_ROWS, len(of_window)))
-                rows = logits[window, some].detach().requires_grad_()
+    for window, of_window in enumerate(numbers):
+        for first in range(0, len(of_window), DRAWN_ROWS):
+            some = slice(prompt - 1 + first, prompt - 1 + min(first + DRAWN_ROWS, len(of_window)))
+            with torch.enable_grad():
+                rows = logits[window, some].clone().requires_grad_()
                 log_p = log_softmax(rows)
                 loss = losses(log_p, drawn(log_p.detach().exp(), of_window[first : first + DRAWN_ROWS])).sum()
-                (gradient[window, some],) = torch.autograd.grad(loss, [rows])
-    return gradient
+            (gradient,) = torch.autograd.grad(loss, [rows])
+            logits[window, some] = gradient
+    logits[:, : prompt - 1] = 0
+    logits[:, -1] = 0
+    return logits
 
 
 def uniform(rows: int, draw: torch.Generator) -> torch.Tensor:

@@ -154,7 +154,7 @@ def batch_squares(watched: WatchedGemms, batch: int, ids: npt.NDArray[np.int64])
     with seeing(watched) as (seen, cache), torch.enable_grad():
         logits = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
     draw = torch.Generator(model.device).manual_seed(batch)
-    end = End(seen, logits, drawn_gradient(logits.detach(), 1, draw))
+    end = End(seen, logits, drawn_gradient(logits, 1, draw))
     return gradient_squares(watched.gemms, end, ids.shape)[0]
 
 

@@ -1,5 +1,6 @@
 """The weights of first tokens: the gradients of a model's loss, by another way to them, and layer by layer."""
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from transformers import PreTrainedModel
 from fp8q.calibrate.model.gemms import observed_gemms
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.core.reporter import SILENT
-from fp8q.quantize.sensitivity import output_gradients
-from fp8q.quantize.sensitivity.gradients import drawn, uniform
+from fp8q.quantize.sensitivity import backward, output_gradients
+from fp8q.quantize.sensitivity.gradients import drawn, drawn_gradient, uniform
 from fp8q.quantize.sensitivity.output_gradients import (
     GradientSquares,
     LayerwiseFirstTokens,
@@ -114,6 +115,24 @@ def test_layer_by_layer_the_squares_are_those_of_the_whole_model(
     for first, squares in streamed.items():
         assert squares.first == pytest.approx(whole[first].first, rel=1e-3, abs=1e-9), first
         assert squares.others == pytest.approx(whole[first].others, rel=1e-3), first
+
+
+def test_the_tensors_of_a_batch_are_freed_before_the_next_one(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a vocabulary of 152 K those of a head are 0.6 GB."""
+    tables: list[weakref.ref[torch.Tensor]] = []
+    living: list[int] = []
+
+    def noted(*given: Any) -> torch.Tensor:
+        living.append(sum(earlier() is not None for earlier in tables))
+        table = drawn_gradient(*given)
+        tables.append(weakref.ref(table))
+        return table
+
+    monkeypatch.setattr(backward, "drawn_gradient", noted)
+    LayerwiseFirstTokens(source, {0: IDS[:1], 1: IDS[1:2], 2: IDS[2:]}, tmp_path).run(SILENT, "Weighing")
+    assert living == [0, 0, 0]
 
 
 def test_a_killed_pass_goes_on_at_its_layer(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
