@@ -44,7 +44,7 @@ WRITTEN: Mapping[str, str] = {
     "`bf16`, `--preset exact`": EXACT_ALONE,
 }
 #: Model -> the results of its served forms.
-SERVED_RESULTS = {"smollm2": "served_forms"}
+SERVED_RESULTS = {"smollm2": "served_forms", "gemma3": "served_forms_gemma3"}
 
 
 def served_forms() -> str:
