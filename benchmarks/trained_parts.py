@@ -33,13 +33,13 @@ from fp8q.api import CalibrateOptions, calibrate
 from fp8q.calibrate.input.silence import quiet_transformers
 from fp8q.core.reporter import SILENT
 
-#: The classes that are trained, by what they are made of. Kimi Linear's states take seconds a step in plain torch.
+#: The classes that are trained, by what they are made of. States of Kimi Linear and of lightning attention take
+#: seconds a step in plain torch.
 CLASSES = {
     "attention and experts": "MiniMaxM2ForCausalLM",
     "Mamba-2, attention and experts": "GraniteMoeHybridForCausalLM",
     "gated delta nets, attention and experts": "Qwen3_5MoeForConditionalGeneration",
     "gated delta nets and attention": "Qwen3_5ForConditionalGeneration",
-    "lightning attention": "BailingHybridForCausalLM",
     "convolutions and attention": "Lfm2ForCausalLM",
 }
 WINDOW, BATCH, RATE = 64, 16, 4e-3

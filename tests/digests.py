@@ -35,6 +35,14 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
     "tail-kv-skip": {"form": ("tail:16", "*q_proj=bf16"), "kv_cache": "fp8", "kv_skip": ("*1*",)},
     "dynamic-and-block": {"form": ("dynamic", "*down_proj=block")},
     "block": {"form": ("block",)},
+    "layer-by-layer": {"weight_rounding": "sequential"},
+    "by-gradients": {
+        "weight_rounding": "gptq",
+        "weigh_first_token": True,
+        "weigh_outputs": 8,
+        "bf16_weights": 3.0,
+        "stream": True,
+    },
     "alone-by-tensor": {"form": ("bf16", "*down_proj=one"), "weight_scale": "tensor"},
 }
 #: Options of `convert`, by the name of the checkpoint that it writes.
