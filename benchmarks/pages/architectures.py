@@ -179,6 +179,26 @@ def published_parts() -> str:
     return table(["KL in millinats of the part alone", *parts], cells)
 
 
+def trained_parts() -> str:
+    """KL and perplexity of a part alone in FP8, by small trained model."""
+    measured = load("trained_parts")
+    results = measured["results"]
+    parts = [*sorted({part for row in results.values() for part in row} - {"bf16", "all"}), "all"]
+
+    def cell(bf16: float, part: Figures | None) -> str:
+        if part is None:
+            return ""
+        increase = part["perplexity"] / bf16 - 1
+        return f"{1000 * part['kl']:.2f} ± {1000 * part['half_interval']:.2f}, {increase:+.2%}"
+
+    cells = (
+        [made_of, *(cell(results[name]["bf16"]["perplexity"], results[name].get(part)) for part in parts)]
+        for made_of, name in measured["made_of"].items()
+        if name in results
+    )
+    return table(["KL in millinats, perplexity", *parts], cells)
+
+
 def _loss(losses: Figures, part: str) -> str:
     return f"{1000 * losses[part]:.2f}" if part in losses else ""
 
@@ -199,4 +219,4 @@ def _short(reason: str) -> str:
 
 TABLES = (architectures, published_classes, published_reasons, breadth, unseen_architectures)
 DECISION_TABLES = (drafts,)
-PART_TABLES = (published_parts,)
+PART_TABLES = (published_parts, trained_parts)
