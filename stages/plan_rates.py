@@ -41,8 +41,9 @@ LOADED_BYTES = 4 << 30
 #: The tokens that GEMMs are measured on, and the rows of a weight that scales are.
 GEMM_TOKENS = 256
 SCALED_ROWS = 64
-#: The inputs that GPTQ is measured on, with `SCALED_ROWS` rows and with more: each input takes a time of its own.
-ROUNDED_INPUTS = 512
+#: The inputs that GPTQ is measured on, as many as the widest has between these, with `SCALED_ROWS` rows and with more:
+#: each input takes a time of its own, and of few of them the operations are three times as slow.
+FEWEST_INPUTS, MOST_INPUTS = 512, 2048
 ROUNDED_ROWS = 512
 #: The time of a pass beside its GEMMs, as a multiple of these, where no pass is measured.
 BESIDE_GEMMS = 1.5
@@ -234,19 +235,20 @@ def gptq_seconds(shapes: Sequence[Shape], inputs: Sequence[int]) -> float:
     by the n and n² m of rounding one of those.
     """
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(2 * ROUNDED_INPUTS, ROUNDED_INPUTS, generator=draw)
+    measured = min(MOST_INPUTS, max(FEWEST_INPUTS, *inputs))
+    x = torch.randn(2 * measured, measured, generator=draw)
     moments = x.T @ x
     factored = compensation(moments.clone())
-    cubed = seconds(lambda: compensation(moments.clone())) / ROUNDED_INPUTS**3
+    cubed = seconds(lambda: compensation(moments.clone())) / measured**3
 
     def rounding(rows: int) -> float:
-        weight = torch.randn(rows, ROUNDED_INPUTS, generator=draw).to(torch.bfloat16)
+        weight = torch.randn(rows, measured, generator=draw).to(torch.bfloat16)
         scale = torch.full((rows,), 0.01)
         return seconds(lambda: gptq_codes(weight, scale, factored))
 
     few = rounding(SCALED_ROWS)
-    squared = max(0.0, rounding(ROUNDED_ROWS) - few) / (ROUNDED_INPUTS**2 * (ROUNDED_ROWS - SCALED_ROWS))
-    one = max(0.0, few / ROUNDED_INPUTS - squared * ROUNDED_INPUTS * SCALED_ROWS)
+    squared = max(0.0, rounding(ROUNDED_ROWS) - few) / (measured**2 * (ROUNDED_ROWS - SCALED_ROWS))
+    one = max(0.0, few / measured - squared * measured * SCALED_ROWS)
     factoring = cubed * sum(width**3 for width in inputs)
     return factoring + sum(one * width + squared * width * width * outputs for outputs, width in shapes)
 
