@@ -345,7 +345,7 @@ def _stored_codes(
     """Open the codes by GPTQ that are `known`, or those that ranks round, where a killed call goes on; None without."""
     if known.rounded:
         yield (CodesOfAnyInput if known.of_any_input else CachedCodes)(known.rounded)
-    elif known.in_ranks and key.options.weight_rounding == "gptq":
+    elif known.in_ranks:
         with QUANTIZE.working(run, key, notes) as folder:
             yield CachedCodes(folder)
     else:

@@ -39,7 +39,7 @@ COLLECTIVE = timedelta(days=30)
 #: The time that they wait for a collective of a library's training loop, in which Python handles no signal: rank 0 may
 #: be writing a checkpoint meanwhile, and a machine that is cut off ends the others no later.
 IN_A_LIBRARY = timedelta(minutes=30)
-#: Bytes of a message in which ranks send each other files.
+#: The most bytes of a message that a rank sends to others.
 MESSAGE_BYTES = 1 << 28
 
 
@@ -93,8 +93,9 @@ class World:
         return [self._dist.new_group([*pair], timeout=COLLECTIVE, backend="gloo") for pair in pairs]
 
     def broadcast(self, values: torch.Tensor, source: int, group: Any) -> None:
-        """Send `values`, on the CPU, from the rank `source` to the others of `group`, into theirs."""
-        self._settle(self._dist.broadcast(values, source, group=group, async_op=True))
+        """Send `values`, contiguous and on the CPU, from the rank `source` to the others of `group`, into theirs."""
+        for part in values.view(-1).split(MESSAGE_BYTES // values.itemsize):
+            self._settle(self._dist.broadcast(part, source, group=group, async_op=True))
 
     def gathered(self, document: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Collect the `document` of every rank, in the order of ranks; a collective."""
@@ -235,12 +236,10 @@ class FileChannel:
             file.flush()
 
     def _send(self, values: torch.Tensor) -> None:
-        for part in values.split(MESSAGE_BYTES):
-            self.world.broadcast(part, self.world.rank, self.group)
+        self.world.broadcast(values, self.world.rank, self.group)
 
     def _received(self, values: torch.Tensor) -> torch.Tensor:
-        for part in values.split(MESSAGE_BYTES):
-            self.world.broadcast(part, self.other, self.group)
+        self.world.broadcast(values, self.other, self.group)
         return values
 
 

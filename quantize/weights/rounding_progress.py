@@ -51,6 +51,11 @@ class Rounded:
             judged = None if error is None else HeldOutError.model_validate_json(error)
             return held.get_tensor("codes"), held.get_tensor("scale"), judged
 
+    def clear(self) -> None:
+        """Remove all rounded modules."""
+        for path in self.folder.glob("*.safetensors"):
+            path.unlink()
+
     def files_of(self, modules: Iterable[str]) -> list[Path]:
         """The files of those of `modules` that were rounded."""
         return [path for module in modules if (path := self._file(module)).is_file()]

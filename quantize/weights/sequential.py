@@ -201,6 +201,7 @@ class SequentialRounding(Chain):
                 with self.weights.filled(self.inside(index)), torch.inference_mode():
                     self._round_layer(index, calls)
                 self._end(index + 2)
+                self.ranks.end_layer(self.rounded)
                 advance(tokens)
         return self.rounded
 

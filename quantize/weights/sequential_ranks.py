@@ -3,10 +3,11 @@
 `InputSums` keeps batches of even and of odd number apart, since λ is fitted on one half and chosen on the other. So
 one half of the ranks adds up the even batches and the rest the odd ones. In a half each rank goes on from the sums of
 the one before it, as one process adds the batches one after the other: the sums, and the codes, are those of one
-process bit for bit. Meanwhile a rank keeps what it has to add: the inputs of its own batches.
+process bit for bit. A rank that is not the first of its half keeps what it has to add until then.
 
 The sums of a pass then go to all ranks. The groups of a layer depend on each other, so the weights of one group are
-shared out: each rank rounds some of them, and all get their codes, by which the quantized model goes on.
+shared out: each rank rounds some of them, and all get their codes, by which the quantized model goes on. Rank 0 keeps
+them for the checkpoint, and the others until the layer has ended.
 
 Experts are left out: tokens are routed otherwise in the two models, so that their sums are of all batches in one order.
 """
@@ -17,7 +18,7 @@ from itertools import pairwise
 import torch
 
 from ...calibrate.ranks.shares import assigned, batch_numbers, half_ranks
-from ...calibrate.ranks.world import MESSAGE_BYTES, FileChannel, World
+from ...calibrate.ranks.world import FileChannel, World
 from ...core.errors import InputError
 from ...core.files import Strict
 from ...options import ScaleGrid
@@ -121,14 +122,18 @@ class SharedRounding:
         of_half = sums.halves[half]
         for tensor in (of_half.moments, of_half.lost):
             values = tensor.cpu()  # the tensor itself, where it is there
-            for part in values.flatten().split(MESSAGE_BYTES // values.itemsize):
-                self.world.broadcast(part, source, group)
+            self.world.broadcast(values, source, group)
             if source != self.world.rank:
                 tensor.copy_(values)
 
     def own(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
         """The modules, of those of a group with their `weights`, that this rank rounds."""
         return assigned({name: weight.numel() for name, weight in weights.items()}, self.world.size)[self.world.rank]
+
+    def end_layer(self, rounded: Rounded) -> None:
+        """Let go of the codes of a layer that has ended, on a rank that writes no checkpoint."""
+        if self.world.rank:
+            rounded.clear()
 
     def exchange(self, rounded: Rounded, names: Sequence[str]) -> None:
         """Give all ranks the codes of the modules that each has rounded, this one `names`; a collective."""

@@ -37,6 +37,27 @@ def files(run: Run) -> dict[str, bytes]:
     return {str(path.relative_to(run.root)): path.read_bytes() for path in paths}
 
 
+def kill_when_begun(dead: int, begun: Path, words: list[str]) -> None:
+    """Start two ranks, kill one of them once there is the file `begun`, and hold the other to the line it ends with."""
+    ranks = start(2, *words)
+    while not begun.exists():
+        assert [rank.poll() for rank in ranks] == [None, None], ranks[0].communicate()
+        time.sleep(0.001)
+    ranks[dead].send_signal(signal.SIGKILL)
+    _, err = ranks[1 - dead].communicate(timeout=60)
+    assert f"fp8q: rank {dead} (process {ranks[dead].pid} on " in err.splitlines()[-1]
+    assert err.splitlines()[-1].endswith("; the same command goes on from what is finished")
+    ranks[dead].communicate()
+
+
+def gone_on(words: list[str]) -> list[tuple[str, str]]:
+    """Start two ranks again; return what they say when both have ended well."""
+    again = start(2, *words)
+    ended = [rank.communicate(timeout=240) for rank in again]
+    assert [rank.returncode for rank in again] == [0, 0], ended
+    return ended
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_write_the_second_moments_and_codes_of_one_process(ranks: int, demo_texts: Any, tmp_path: Path) -> None:
@@ -68,17 +89,7 @@ def test_a_killed_rank_ends_all_and_the_same_command_goes_on(
     expected = files(alone(checkpoint, demo_texts, tmp_path / "one"))
     run = Run(tmp_path / "two")
     words = command(checkpoint, demo_texts, run.root)
-    ranks = start(2, *words)
-    while not (run.root / begun).exists():
-        assert [rank.poll() for rank in ranks] == [None, None], ranks[0].communicate()
-        time.sleep(0.001)
-    ranks[dead].send_signal(signal.SIGKILL)
-    _, err = ranks[1 - dead].communicate(timeout=60)
-    assert f"fp8q: rank {dead} (process {ranks[dead].pid} on " in err.splitlines()[-1]
-    assert err.splitlines()[-1].endswith("; the same command goes on from what is finished")
-    ranks[dead].communicate()
-    again = start(2, *words)
-    ended = [rank.communicate(timeout=180) for rank in again]
-    assert [rank.returncode for rank in again] == [0, 0], ended
+    kill_when_begun(dead, run.root / begun, words)
+    ended = gone_on(words)
     assert "going on at decoder layer" in ended[0][1] + ended[1][1] or dead == 1
     assert files(run) == expected

@@ -1,7 +1,5 @@
 """Ranks that round layer by layer: the codes of one process, whichever of them was killed, and what they refuse."""
 
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from fp8q.core.errors import InputError
 from fp8q.core.run import Run
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.weights.paired_inputs import GroupInput, InputSums
-from tests.calibrate.ranks.test_handed_moments import alone, command, files
+from tests.calibrate.ranks.test_handed_moments import alone, command, files, gone_on, kill_when_begun
 from tests.calibrate.ranks.test_world import start
 from tests.mixtures import random_mixture
 
@@ -56,24 +54,18 @@ def test_ranks_write_the_codes_of_one_process(
 def test_a_killed_rank_ends_all_and_the_same_command_goes_on(
     dead: int, shared_checkpoint: Callable[[str], Path], demo_texts: Any, tmp_path: Path
 ) -> None:
-    """Once a layer is rounded."""
+    """In the second layer, when rank 1 has let go of the codes of the first."""
     checkpoint = shared_checkpoint("llama")
     expected = files(alone(checkpoint, demo_texts, tmp_path / "one", "sequential"))
     run = Run(tmp_path / "two")
     words = command(checkpoint, demo_texts, run.root, "sequential")
-    ranks = start(2, *words)
-    while not (run.root / ".quantize.work" / "model.layers.0.mlp.down_proj.safetensors").exists():
-        assert [rank.poll() for rank in ranks] == [None, None], ranks[0].communicate()
-        time.sleep(0.001)
-    ranks[dead].send_signal(signal.SIGKILL)
-    _, err = ranks[1 - dead].communicate(timeout=60)
-    assert f"fp8q: rank {dead} (process {ranks[dead].pid} on " in err.splitlines()[-1]
-    assert err.splitlines()[-1].endswith("; the same command goes on from what is finished")
-    ranks[dead].communicate()
+    work = run.root / ".quantize.work"
+    kill_when_begun(dead, work / "model.layers.1.mlp.down_proj.safetensors", words)
+    assert (work / "model.layers.0.mlp.down_proj.safetensors").is_file()
+    assert not (work / "rank-1" / "model.layers.0.mlp.down_proj.safetensors").exists()
     assert not run.scales.exists()
-    again = start(2, *words)
-    ended = [rank.communicate(timeout=240) for rank in again]
-    assert [rank.returncode for rank in again] == [0, 0], ended
+    ended = gone_on(words)
+    assert "going on at decoder layer" in ended[0][1]
     assert files(run) == expected
 
 
