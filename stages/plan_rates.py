@@ -235,7 +235,7 @@ def gptq_seconds(shapes: Sequence[Shape], inputs: Sequence[int]) -> float:
     by the n and n² m of rounding one of those.
     """
     draw = torch.Generator().manual_seed(0)
-    measured = min(MOST_INPUTS, max(FEWEST_INPUTS, *inputs))
+    measured = min(MOST_INPUTS, max([FEWEST_INPUTS, *inputs]))
     x = torch.randn(2 * measured, measured, generator=draw)
     moments = x.T @ x
     factored = compensation(moments.clone())
