@@ -37,7 +37,6 @@ PARTS: Mapping[str, str] = {
         )
     },
     "published_classes": "published_classes.py --minutes 9",
-    "trained_parts": "trained_parts.py",
     "distill_memory": "distill_memory.py",
     "rounding_launches": "rounding_launches.py --models 8B",
     "rounding_launches_70b": "rounding_launches.py --models 70B",
@@ -63,6 +62,7 @@ PARTS: Mapping[str, str] = {
     "serve": "serve.py --threads 1",
 }  # fmt: skip
 BY_HAND: Mapping[str, str] = {
+    "trained_parts": "trained_parts.py",
     "distill": "distill.py",
     "distill_ways": (
         "distill.py --learned 400 --forms 'two codes' --ways 'end to end' 'layer by layer' "
