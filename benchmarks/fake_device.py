@@ -30,11 +30,53 @@ DEVICE = "npu"
 STARTS_NOTHING = ("empty", "empty_strided", "empty_like", "new_empty", "detach", "set_", "resize_", "lift_fresh")
 
 
+class Present(torch._C._acc.PrivateUse1Hooks):
+    """Whether the device is there, for C++ and Python: in a block of `fake_device` alone. What is registered stays as
+    long as the process, and torch would ask it for its random numbers wherever it asks "the accelerator".
+    """
+
+    def __init__(self) -> None:
+        """Begin without it."""
+        super().__init__()
+        self.there = False
+
+    def is_available(self) -> bool:
+        """Return whether a block is open."""
+        return self.there
+
+    def is_built(self) -> bool:
+        """Return True: torch has operators for it."""
+        return True
+
+    def has_primary_context(self, dev_id: int) -> bool:
+        """Return whether a block is open."""
+        return self.there
+
+    def is_initialized(self) -> bool:
+        """Return True: there is nothing to set up."""
+        return True
+
+    def device_count(self) -> int:
+        """Return 1 in a block and 0 outside."""
+        return int(self.there)
+
+    def current_device(self) -> int:
+        """Return the only one's index."""
+        return 0
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Do nothing: no random numbers are drawn on it."""
+
+
 @cache
-def registered() -> torch.device:
-    """The device, registered once a process."""
-    _setup_privateuseone_for_python_backend(DEVICE)
-    return torch.device(DEVICE)
+def registered() -> Present:
+    """Register the device, once a process."""
+    present = Present()
+    _setup_privateuseone_for_python_backend(DEVICE, backend_module=present, hook=present)
+    return present
 
 
 def operations(name: str, shapes: list[torch.Size]) -> int:
@@ -119,7 +161,7 @@ class Counted(TorchDispatchMode):
 def fake_device(kernels: bool = True) -> Iterator[Counted]:
     """Let tensors be made on `DEVICE` in this block, and count what starts there; `kernels`: Triton's are there."""
     table = mse.error_table()
-    registered()
+    present = registered()
     counted = Counted()
 
     def launched(device: torch.device, kernel: Callable[[], T], operations: Callable[[], T]) -> T:
@@ -143,6 +185,7 @@ def fake_device(kernels: bool = True) -> Iterator[Counted]:
             mock.patch.object(gptq, "launched", launched),
             mock.patch.object(mse, "error_table", return_value=there),
             mock.patch.object(gptq, "block_kernels", return_value=stand_ins),
+            mock.patch.object(present, "there", True),
             torch.inference_mode(),
             counted,
         ):
