@@ -71,8 +71,8 @@ def add_adapter(student: PreTrainedModel, modules: Sequence[str], rank: int, alp
         r=rank, lora_alpha=alpha, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
         target_modules=target_names(student, modules),
     )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):  # PEFT draws on the CPU, whatever holds the model
+        torch.default_generator.manual_seed(seed)
         peft.inject_adapter_in_model(config, student)
     student.eval()
     fields: dict[str, Any] = config.to_dict()  # type: ignore[no-untyped-call]  # PEFT annotates some of its functions
