@@ -7,13 +7,13 @@ The protocol is that of `rounded_runs.py`: WikiText-2, calibrated on the validat
 test text, inputs exact, everything in FP32. Each row changes one thing about GPTQ of 64 windows: how it rounds, how
 much text it sees, how it weighs first tokens, what it knows of outputs, the modules that stay in BF16 (those of the
 largest predicted loss a byte, up to 3 % more bytes, one by one, where `--bf16-weights` keeps together what servers
-join), or codes learned afterwards, from the same text or, behind
-the output side of `exact`, from four times as much at a third of the rate. `exact` is all that `--preset exact` does for weights, and `every
-lever` that and the output side from four times the text. Beside the KL stands its ratio to BF16's own, and to those of
-GPTQ and of the row that this one goes on from, by the same windows, since one token can be a tenth of a mean; the
-recorded seconds of the stages that made it here; and the bytes of weights over those of FP8 alone. A row that revises
-codes says for each kind of GEMM the share that differ. The floor is BF16 itself, computed in BF16. With `--runs` a call
-that was killed goes on. Prints one JSON line; exit status 2 where a package or text is not there.
+join), or codes learned afterwards, from the same text or, behind the output side of `exact`, from four times as much at
+a third of the rate. `exact` is all that `--preset exact` does for weights, and `every lever` that and the output side
+from four times the text. Beside the KL stands its ratio to BF16's own, and to those of GPTQ and of the row that this
+one goes on from, by the same windows, since one token can be a tenth of a mean; the recorded seconds of the stages that
+made it here; and the bytes of weights over those of FP8 alone. A row that revises codes says for each kind of GEMM the
+share that differ. The floor is BF16 itself, computed in BF16. With `--runs` a call that was killed goes on. Prints one
+JSON line; exit status 2 where a package or text is not there.
 """
 
 import re

@@ -166,6 +166,8 @@ WEIGHED_SHRINKAGE = 0.1
 #: of them at once.
 VALUES = 1 << 23
 DEVICE_VALUES = 1 << 27
+#: Rows of a matrix that are put in reverse order together.
+REVERSED = 1024
 
 
 @dataclass(frozen=True)
@@ -189,19 +191,26 @@ def compensation(moments: torch.Tensor, lost: float = 0.0) -> Compensation:
     `lost`: the share of the input's energy that its quantization loses.
     """
     order = torch.argsort(moments.diagonal(), descending=True, stable=True)
-    reverse = order.flip(0)
-    damped = moments[reverse[:, None], reverse].double()
-    mean = damped.diagonal().mean()
-    noise = lost * moments.diagonal()[order] if lost else None
+    ordered = moments[order[:, None], order]
+    del moments  # of a wide input each matrix is gigabytes
+    reverse = reversed_as(ordered, torch.float64)
+    mean = reverse.diagonal().mean()
+    noise = lost * ordered.diagonal() if lost else None
     if noise is not None:
-        damped.diagonal().add_(noise.flip(0))
-    damped.diagonal().add_(torch.where(mean > 0, DAMPING * mean, 1.0))
-    ordered = damped.float().flip(0, 1)
-    factor_in_place(damped)
-    invert(damped)
-    inverse = damped.float()
-    del damped  # of a wide input it is gigabytes
-    return Compensation(order, noise, ordered, inverse.flip(0, 1))
+        reverse.diagonal().add_(noise.flip(0))
+    reverse.diagonal().add_(torch.where(mean > 0, DAMPING * mean, 1.0))
+    ordered.diagonal().copy_(reverse.diagonal().flip(0))
+    factor_in_place(reverse)
+    invert(reverse)
+    return Compensation(order, noise, ordered, reversed_as(reverse, torch.float32))
+
+
+def reversed_as(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The square `matrix` with rows and columns in reverse order, in `dtype`, without a third matrix."""
+    result = torch.empty_like(matrix, dtype=dtype)
+    for rows, last in zip(matrix.split(REVERSED), range(len(matrix), 0, -REVERSED), strict=True):
+        result[last - len(rows) : last] = rows.flip(0, 1)
+    return result
 
 
 def invert(lower: torch.Tensor) -> None:
@@ -215,15 +224,15 @@ def invert(lower: torch.Tensor) -> None:
         rows[:, :start] = -(diagonal @ (rows[:, :start] @ lower[:start, :start]))
 
 
-def compensation_of(group: str, moments: torch.Tensor, lost: float = 0.0) -> Compensation:
-    """Factor the second moments of the input of `group`; raises InputError when `moments` overflowed."""
+def finite_moments(group: str, moments: torch.Tensor) -> torch.Tensor:
+    """Return the second moments of the input of `group`; raises InputError when they overflowed."""
     if not bool(torch.isfinite(moments).all()):
         raise InputError(
             group,
             "the second moments of its input exceed FP32",
             f"use --weight-rounding nearest, or keep it in BF16 with --skip {group}",
         )
-    return compensation(moments, lost)
+    return moments
 
 
 def gptq_codes(weight: torch.Tensor, scale: torch.Tensor, compensation: Compensation) -> torch.Tensor:
@@ -375,7 +384,7 @@ class Compensations:
         if module in self.unknown or not self.judges(module) or not has_own_input(module):
             return None
         moments = shrink(load_moments(self.folder, module), EXPERT_SHRINKAGE)
-        return compensation_of(module, moments.to(device), self.lost[module])
+        return compensation(finite_moments(module, moments.to(device)), self.lost[module])
 
     def judges(self, module: str) -> bool:
         """Tell whether the codes of `module` are judged by held-out tokens: those of experts are."""
@@ -388,4 +397,5 @@ class Compensations:
     def _load(self, group: str, lost: float, first: float | None, device: str) -> Compensation:
         """Load and factor the moments of `group`, in which the first token counts `first` times; None: as others."""
         weighed = {} if first is None else {"first": first, "shrinkage": WEIGHED_SHRINKAGE}
-        return compensation_of(group, load_moments(self.folder, group, **weighed).to(device), lost)
+        # handed on without a name here, so that `compensation` can let go of it
+        return compensation(finite_moments(group, load_moments(self.folder, group, **weighed).to(device)), lost)

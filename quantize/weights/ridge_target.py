@@ -60,7 +60,7 @@ def ridge_targets(weights: Sequence[torch.Tensor], learned: MomentSums, judged: 
     """
     exact = [weight.float() for weight in weights]
     mean = (learned.moments.diagonal().double() + judged.moments.diagonal().double()).mean()
-    if certainly(~(mean.isfinite() & learned.lost.any())):  # `gptq.compensation_of` refuses moments that overflowed
+    if certainly(~(mean.isfinite() & learned.lost.any())):  # `gptq.finite_moments` refuses moments that overflowed
         return exact
     sizes = [len(weight) for weight in weights]
     learned_lost, judged_lost = (sums.lost.split(sizes, 1) for sums in (learned, judged))

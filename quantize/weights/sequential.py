@@ -47,7 +47,7 @@ from ..codes.encoding import RUN_TIME_SCALES, code_values, two_code_values
 from ..codes.formats import TWO_TERMS
 from ..scales.decisions import TensorScale
 from .channels import QuantizedWeight, WeightScaling, dequantized, judged, quantize_scaled
-from .gptq import EXPERT_SHRINKAGE, Compensation, compensation_of
+from .gptq import EXPERT_SHRINKAGE, Compensation, compensation, finite_moments
 from .paired_inputs import GroupInput, InputAndResidual, InputSums, passes
 from .ridge_target import ridge_targets
 from .rounding_progress import Rounded
@@ -263,12 +263,12 @@ class SequentialRounding(Chain):
         """Round those of a group's weights that `names` has, and store their codes; the sums are used up."""
         if not names:
             return
-        compensation, shrunk, targets = _compensations_and_targets(sums, sums.group.first in self.routed)
+        factored, shrunk, targets = _compensations_and_targets(sums, sums.group.first in self.routed)
         for name in names:
             weight = sums.weights[name]
             method = self.scaling.method
             scale = self.scaling.scale(name, weight)
-            rounded = quantize_scaled(weight, scale, method, compensation, wanted=targets.get(name))
+            rounded = quantize_scaled(weight, scale, method, factored, wanted=targets.get(name))
             if name.startswith(self.experts):
                 rounded = judged(weight, rounded, method, sums.held_out.tokens(input_name(name)), shrunk)
             if isinstance(rounded, QuantizedWeight):
@@ -411,14 +411,10 @@ def _compensations_and_targets(
     targets: dict[str, torch.Tensor] = {}
     if sums.paired:
         targets = dict(zip(sums.weights, ridge_targets([*sums.weights.values()], *sums.halves), strict=True))
-    moments = sums.halves[0].moments.add_(sums.halves[1].moments)
+    moments = finite_moments(sums.group.first, sums.halves[0].moments.add_(sums.halves[1].moments))
     del sums.halves  # before H is factored: of a wide input they are gigabytes
-    compensation = compensation_of(sums.group.first, moments)
-    return (
-        compensation,
-        compensation_of(sums.group.first, shrink(moments, EXPERT_SHRINKAGE)) if routed else None,
-        targets,
-    )
+    factored = compensation(moments)
+    return factored, compensation(shrink(moments, EXPERT_SHRINKAGE)) if routed else None, targets
 
 
 def weight_rows(module: nn.Module) -> torch.Tensor:

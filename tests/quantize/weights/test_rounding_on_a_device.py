@@ -25,7 +25,7 @@ from fp8q.quantize.weights.channels import (
     nearest_codes,
     weight_facts,
 )
-from fp8q.quantize.weights.gptq import BLOCK, PASSES, Compensation, compensation, gptq_codes
+from fp8q.quantize.weights.gptq import BLOCK, PASSES, Compensation, compensation, gptq_codes, reversed_as
 from fp8q.quantize.weights.mse import mse_scale, mse_scales
 from fp8q.quantize.weights.no_waiting import factor_in_place
 from fp8q.quantize.weights.ridge_target import MomentSums, ridge_targets
@@ -179,6 +179,24 @@ def test_on_a_device_a_factor_is_made_in_place_and_a_matrix_without_one_gets_nan
     assert bad.diagonal().isnan().all()
 
 
+@pytest.mark.parametrize("width", [1, 7, 16, 40])
+def test_a_factor_in_place_is_that_of_a_copy_bit_for_bit(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the lower triangle, as LAPACK reads it: sums of products differ in their last bits above."""
+    monkeypatch.setattr("fp8q.quantize.weights.no_waiting.TILE", 16)
+    x = torch.randn(90, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    matrix = x.T @ x
+    matrix += 1e-9 * torch.ones_like(matrix).triu(1)
+    expected = torch.linalg.cholesky(matrix)
+    factor_in_place(matrix)
+    assert torch.equal(matrix, expected)
+
+
+def test_a_matrix_is_reversed_in_parts_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp8q.quantize.weights.gptq.REVERSED", 16)
+    matrix = torch.arange(40.0 * 40).reshape(40, 40)
+    assert torch.equal(reversed_as(matrix, torch.float64), matrix.flip(0, 1).double())
+
+
 DEVICE_BRANCHES = [f"fp8q.quantize.weights.{module}.on_host" for module in ("mse", "channels", "gptq", "no_waiting")]
 
 
@@ -257,7 +275,7 @@ def test_the_widest_input_of_a_70b_fits_24_gb(monkeypatch: pytest.MonkeyPatch) -
     del halves
     with fake_device() as counted:
         factored = compensation(numbers(width, width), 0.01)
-        assert counted.peak < 17e9
+        assert counted.peak < 13.5e9
         counted.peak = 0
         gptq_codes(numbers(outputs, width, dtype=torch.bfloat16), numbers(outputs), factored)
     assert counted.peak < 12e9
