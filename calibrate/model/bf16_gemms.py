@@ -105,15 +105,20 @@ class GemmsInFP32(TorchFunctionMode):
             bias = args[2] if len(args) > 2 else named.get("bias")
             if args[0].numel() > args[0].shape[-1] and (bias is None or _is_wanted(bias)):
                 return bf16_linear(args[0], args[1], bias)
-        elif func in MATMULS and (taken := [*filter(_is_tensor, args)]) and all(map(_is_wanted, taken)):
-            return func(*(argument.float() if _is_tensor(argument) else argument for argument in args), **named).to(
-                torch.bfloat16
-            )
+        elif func in MATMULS and "out" not in named:
+            operands = [*filter(_is_tensor, (*args, *named.values()))]
+            if operands and all(map(_is_wanted, operands)):
+                widened = {name: _widened(argument) for name, argument in named.items()}
+                return func(*map(_widened, args), **widened).to(torch.bfloat16)
         return func(*args, **named)
 
 
 def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) else value
 
 
 def _is_wanted(value: object) -> bool:

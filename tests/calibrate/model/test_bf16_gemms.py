@@ -99,6 +99,8 @@ def test_one_product_differs_from_the_exact_one_by_one_step_in_few_values() -> N
         lambda a, b: torch.bmm(a[None], b[None])[0],
         lambda a, b: torch.addmm(torch.zeros(1, dtype=BF16), a, b),
         lambda a, b: torch.baddbmm(torch.zeros(1, 1, 1, dtype=BF16), a[None], b[None], alpha=1.0)[0],
+        lambda a, b: torch.zeros(1, 1, 1, dtype=BF16).baddbmm(batch1=a[None], batch2=b[None], beta=1.0)[0],  # Bloom's
+        lambda a, b: torch.mm(input=a, mat2=b),
         lambda a, b: torch.einsum("ik,kj->ij", a, b),
         lambda a, b: nn.functional.linear(a, b.t()),
         lambda a, b: nn.functional.linear(a, b.t(), bias=torch.zeros(b.shape[1], dtype=BF16)),
@@ -134,6 +136,8 @@ def test_other_types_single_rows_and_what_has_no_numbers_are_left_alone(monkeypa
         assert nn.functional.linear(normal(4, 16).float(), weight.float()).dtype == torch.float32
         assert nn.functional.linear(normal(4, 16).to("meta"), weight.to("meta")).is_meta
         assert torch.matmul(normal(4, 16).half(), weight.half().t()).dtype == torch.float16
+        into = torch.zeros(4, 8, dtype=BF16)
+        assert torch.mm(normal(4, 16), weight.t(), out=into) is into
 
 
 def test_the_mode_ends_with_its_block_and_with_a_failure() -> None:
