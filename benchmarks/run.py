@@ -116,6 +116,7 @@ BY_HAND: Mapping[str, str] = {
     "weight_levers_outputs_gemma3": (
         "weight_levers.py gemma3 --rows '^(gptq, weighed|output side$)' --windows 24 --runs build/runs"
     ),
+    "weight_levers_learned": "weight_levers.py smollm2 --rows '^output side, exact' --runs build/runs",
     "weight_levers_most": "weight_levers.py smollm2 --rows '^every.*s$' --runs build/runs",
     "real_models_smollm2": "real_models.py smollm2 --rows '^(?!.*sequential)'",
     "real_models_gemma3": "real_models.py gemma3 --rows '^(?!.*(sequential|preset))'",
