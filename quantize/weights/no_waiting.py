@@ -46,7 +46,7 @@ def transpose_in_place(matrix: torch.Tensor) -> None:
         for column in range(0, row + 1, TILE):
             below = matrix[row : row + TILE, column : column + TILE]
             above = matrix[column : column + TILE, row : row + TILE]
-            kept = below.mT.clone(memory_format=torch.contiguous_format)
+            transposed = below.mT.clone(memory_format=torch.contiguous_format)
             if row != column:
                 below.copy_(above.mT)
-            above.copy_(kept)
+            above.copy_(transposed)

@@ -318,7 +318,7 @@ def test_a_model_s_sizes_are_measured_by_commands_that_write_alike_both_ways(
     import real_sizes
 
     shutil.copytree(demo_checkpoint, tmp_path / "smollm2")
-    words = ["--samples", "2", "--seq-len", "64", "--context", "16", "--folder", str(tmp_path)]
+    words = ["--samples", "2", "--seq-len", "64", "--context", "16", "--folder", str(tmp_path), "--commands", ""]
     texts = ["--data", str(demo_texts.calibration), "--eval-data", str(demo_texts.evaluation)]
     monkeypatch.setattr("sys.argv", ["real_sizes.py", "smollm2", *words, *texts])
     published = list[Any]()
