@@ -119,9 +119,9 @@ def test_a_mix_of_devices_and_a_wait_are_noticed() -> None:
 def test_the_device_is_gone_after_its_block() -> None:
     """What tests of the same process ask of "the accelerator" afterwards: to keep its random numbers, say."""
     with fake_device():
-        assert torch.accelerator.is_available()
-        assert torch.get_device_module().device_count() == 1
-    assert not torch.accelerator.is_available() or torch.cuda.is_available()
+        assert torch.get_device_module("npu").device_count() == 1
+    assert torch.get_device_module("npu").device_count() == 0
+    assert torch.accelerator.is_available() == torch.cuda.is_available()
     with torch.random.fork_rng():
         torch.manual_seed(0)
 
