@@ -20,7 +20,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _DummyPrivateUse1Hook,
+    _setup_privateuseone_for_python_backend,
+)
 
 from fp8q.quantize.weights import gptq, mse
 
@@ -30,45 +34,24 @@ DEVICE = "npu"
 STARTS_NOTHING = ("empty", "empty_strided", "empty_like", "new_empty", "detach", "set_", "resize_", "lift_fresh")
 
 
-class Present(torch._C._acc.PrivateUse1Hooks):
+class Present(_DummyPrivateUse1Hook, _DummyBackendModule):
     """Whether the device is there, for C++ and Python: in a block of `fake_device` alone. What is registered stays as
     long as the process, and torch would ask it for its random numbers wherever it asks "the accelerator".
     """
 
-    def __init__(self) -> None:
-        """Begin without it."""
-        super().__init__()
-        self.there = False
+    there = False
 
     def is_available(self) -> bool:
         """Return whether a block is open."""
         return self.there
 
-    def is_built(self) -> bool:
-        """Return True: torch has operators for it."""
-        return True
-
     def has_primary_context(self, dev_id: int) -> bool:
         """Return whether a block is open."""
         return self.there
 
-    def is_initialized(self) -> bool:
-        """Return True: there is nothing to set up."""
-        return True
-
     def device_count(self) -> int:
         """Return 1 in a block and 0 outside."""
         return int(self.there)
-
-    def current_device(self) -> int:
-        """Return the only one's index."""
-        return 0
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Do nothing: no random numbers are drawn on it."""
 
 
 @cache

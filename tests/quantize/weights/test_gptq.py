@@ -1,5 +1,6 @@
 """Error-compensating rounding: what it must equal, what it must beat, and that it follows the formulas of the paper."""
 
+import weakref
 from itertools import product
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from fp8q.quantize.weights.gptq import (
     gptq_round,
     ridge_weights,
 )
+from fp8q.quantize.weights.no_waiting import factor_in_place
 
 WIDTHS = (24, BLOCK, 2 * BLOCK + 9)
 
@@ -255,6 +257,29 @@ def test_members_of_a_group_share_their_moments(tmp_path: Path) -> None:
     np.testing.assert_array_equal(
         shared.factor.numpy(), compensation(load_moments(tmp_path, "layer.q"), 0.5).factor.numpy()
     )
+
+
+def test_moments_are_let_go_of_before_they_are_factored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a wide input they are gigabytes beside the factor."""
+    moments = SecondMoments(tmp_path)
+    moments.add("layer.q", torch.randn(50, 6, generator=torch.Generator().manual_seed(9)))
+    moments.close()
+    held = list[weakref.ref[torch.Tensor]]()
+    factored = list[bool]()
+
+    def loaded(folder: Path, name: str) -> torch.Tensor:
+        tensor = load_moments(folder, name)
+        held.append(weakref.ref(tensor))
+        return tensor
+
+    def factor(matrix: torch.Tensor) -> None:
+        factored.append(held[0]() is None)
+        factor_in_place(matrix)
+
+    monkeypatch.setattr("fp8q.quantize.weights.gptq.load_moments", loaded)
+    monkeypatch.setattr("fp8q.quantize.weights.gptq.factor_in_place", factor)
+    assert Compensations(tmp_path, {}, {"layer.q": 0.0}).get("layer.q") is not None
+    assert factored == [True]
 
 
 def test_moments_that_overflow_are_refused(tmp_path: Path) -> None:
