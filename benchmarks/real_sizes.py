@@ -7,9 +7,9 @@ Each command is a process of its own, on WikiText-2's validation text: `fp8q con
 and in memory, and `fp8q compare --stream` of the original with the converted checkpoint, on few windows of the test
 text. Where `--commands` asks for it, `fp8q calibrate --preset exact --for vllm` both ways too. The peak is that of
 anonymous memory; processor time is of all threads, and tells more than seconds on a machine that does something else as
-well. Both ways of calibrating must write the same bytes of weights and the same scales. The floor of calibrating in
-memory is the checkpoint, which stands beside the peak. Prints one JSON line; exit status 1 where a peak exceeds its
-limit or the two ways differ.
+well. Both ways of calibrating by the defaults must write the same bytes of weights and the same scales. The floor of
+calibrating in memory is the checkpoint, which stands beside the peak. Prints one JSON line; exit status 1 where a peak
+exceeds its limit or the two ways differ.
 """
 
 import argparse
