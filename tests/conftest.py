@@ -339,6 +339,12 @@ def fp8q(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return run
 
 
+@pytest.fixture
+def quick_work_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work of less than a second is worth a line too: whether it takes that long is a matter of the machine."""
+    monkeypatch.setattr("fp8q.core.reporter.WORTH_A_LINE_S", 0.0)
+
+
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
     """`made_once("demo", make)`: the folder `demo`, which `make` has filled, in this worker or in another. All read it,

@@ -68,10 +68,10 @@ def test_notes_tables_and_results_show_it_escaped(capsys: pytest.CaptureFixture[
     assert not set("\x1b\u202e") & set(out + err)
 
 
+@pytest.mark.usefixtures("quick_work_shown")
 def test_progress_shows_it_escaped_on_a_terminal_and_in_a_log(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fp8q.core.reporter.WORTH_A_LINE_S", 0.0)
     with Terminal().track(f"{EVIL} [red]", 2, "graphs") as advance:
         advance(2)
     assert capsys.readouterr().err.startswith("model.\\x1b[2Klayers\\u202e.0 [red]: 2 graphs in ")

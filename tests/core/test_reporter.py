@@ -41,9 +41,9 @@ def wait_for(met: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.usefixtures("quick_work_shown")
 def test_lines_come_while_one_step_lasts_and_end_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reporter, "EVERY_S", 0.01)
-    monkeypatch.setattr(reporter, "WORTH_A_LINE_S", 0.0)
     said = list[str]()
     with reporter.minutes(said.append, "Measuring", 4, "windows") as advance:
         advance(1)  # on a busy machine behind a first line
@@ -65,18 +65,16 @@ def test_a_line_says_how_far_work_has_come_in_words_of_its_own(monkeypatch: pyte
     assert said[-1].startswith("Learning, held-out KL 3.2e-04 nats: 0 of 4 steps")
 
 
-def test_an_error_ends_the_lines_and_no_work_is_said_to_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporter, "WORTH_A_LINE_S", 0.0)
+@pytest.mark.usefixtures("quick_work_shown")
+def test_an_error_ends_the_lines_and_no_work_is_said_to_be_done() -> None:
     said = list[str]()
     with pytest.raises(ValueError, match="^broken$"), reporter.minutes(said.append, "Measuring", 4, "windows"):
         raise ValueError("broken")
     assert said == []
 
 
-def test_python_s_default_is_the_logger_fp8q_at_info(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reporter, "WORTH_A_LINE_S", 0.0)
+@pytest.mark.usefixtures("quick_work_shown")
+def test_python_s_default_is_the_logger_fp8q_at_info(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="fp8q"):
         reporter.LOGGED.note("100 % of a default was lowered")
         with reporter.LOGGED.track("Measuring", 2, "windows") as advance:

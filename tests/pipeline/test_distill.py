@@ -71,6 +71,7 @@ def test_the_report_draws_what_was_learned(begun: Run, learned: tuple[dict[str, 
     assert "held-out KL, nats" in picture.wide
 
 
+@pytest.mark.usefixtures("quick_work_shown")
 def test_what_is_learned_is_not_learned_again(
     begun: Run, learned: tuple[dict[str, torch.Tensor], Distillation], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -109,6 +109,7 @@ def test_it_is_read_as_any_adapter_is(
     assert [variant.on and variant.on.name for variant in source.variants] == [None, "adapter"]
 
 
+@pytest.mark.usefixtures("quick_work_shown")
 def test_it_is_not_learned_again(
     begun: Run, learned: tuple[dict[str, bytes], AdapterLearning], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -171,6 +171,7 @@ def test_a_changed_checkpoint_is_refused(fp8q: Fp8q, copied: Run) -> None:
     assert "is not the file that `fp8q calibrate` wrote" in fp8q("doctor", copied.root).complaint()
 
 
+@pytest.mark.usefixtures("quick_work_shown")
 def test_what_runs_is_said_before_it_does_and_no_windows_run_no_model(
     fp8q: Fp8q, demo_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
