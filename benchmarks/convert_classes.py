@@ -23,7 +23,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -75,6 +75,18 @@ NEEDED: dict[str, dict[str, Any]] = {
     "GlmOcrConfig": {"text_config": {"rope_parameters": SECTIONS}},
     "PaddleOCRVLConfig": {"text_config": {"rope_parameters": SECTIONS}},
     "Glm4vMoeConfig": {"text_config": {"rope_parameters": HALF_SECTIONS}},
+    "Gemma4Config": {
+        "vision_config": {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "patch_size": 14,
+            "position_embedding_size": 64,
+        },
+    },
     "LongcatFlashConfig": {"head_dim": 16},
     "Mistral4Config": {"head_dim": 48},
     "Ernie4_5_VLMoeConfig": {
@@ -117,6 +129,7 @@ BY_LAYER = (
 JOBS = 1
 #: What becomes of a class that is not compared. `unloadable`: `convert` says so, and transformers does not load it.
 OTHER = ("refused", "unmade", "failed", "unloadable")
+NO_OTHERS: Mapping[str, object] = {}
 Row = dict[str, Any]
 
 
@@ -162,9 +175,9 @@ def configuration_class(name: str, model_type: str) -> type[PreTrainedConfig]:
     return wanted  # type: ignore[no-any-return]
 
 
-def configuration(name: str, model_type: str, vocabulary: int | None = None) -> PreTrainedConfig:
-    """A small configuration of the class `name`, with so many tokens; raises UnmadeError where transformers makes
-    none.
+def configuration(name: str, model_type: str, text_sizes: Mapping[str, object] = NO_OTHERS) -> PreTrainedConfig:
+    """A small configuration of the class `name`, with those of `text_sizes` that its text model has; raises UnmadeError
+    where transformers makes none.
     """
     kind = configuration_class(name, model_type)
     chosen = kind.__name__
@@ -187,9 +200,11 @@ def configuration(name: str, model_type: str, vocabulary: int | None = None) -> 
     except Exception as error:
         raise UnmadeError(f"{chosen}: {first_line(error)}") from error
     text = made.get_text_config()
-    for field in ("vocab_size", "vocab_size_per_layer_input"):
-        if vocabulary is not None and hasattr(text, field):
-            setattr(text, field, vocabulary)
+    for field, size in text_sizes.items():
+        if field in vars(text):  # not by `setattr`, which refuses what differs among layers
+            vars(text)[field] = size
+        elif hasattr(text, field):
+            setattr(text, field, size)
     return made
 
 
@@ -198,10 +213,10 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
 
 
-def random_model(name: str, model_type: str, vocabulary: int | None = None) -> PreTrainedModel:
+def random_model(name: str, model_type: str, text_sizes: Mapping[str, object] = NO_OTHERS) -> PreTrainedModel:
     """The class `name` in BF16 with random weights, norms around what the class makes them."""
     torch.manual_seed(0)
-    made = configuration(name, model_type, vocabulary)
+    made = configuration(name, model_type, text_sizes)
     try:
         model: PreTrainedModel = getattr(transformers, name)(made)
     except Exception as error:

@@ -1,6 +1,7 @@
 """Which of today's models go through fp8q by the classes that they are published under?
 
-    python benchmarks/published_classes.py [--names GptOssForCausalLM] [--minutes 20] [--save published_classes]
+    python benchmarks/published_classes.py [--names GptOssForCausalLM] [--minutes 20] [--vllm PYTHON]
+        [--save published_classes]
 
 A small random model of each class of `PUBLISHED`, by transformers' configuration of it in two layers or so of width 64
 (`convert_classes`), with the demo's tokenizer: calibrated on a few windows, validated (the exact reference beside
@@ -12,6 +13,11 @@ indexers and routers, which stay in BF16, from codes made here, a scale for each
 say nothing of accuracy: of two parts of one model the figures tell which costs more. `families`: the
 models that vLLM's recipes added with FP8 in 2026. `kept`: rows not made anew (`--names`), and the commit that each is
 of.
+
+`--vllm`: the Python of an environment with vLLM's CPU build, as `make test-elsewhere` makes one in .venv/vllm. It runs
+the original and both checkpoints by its own class; experts are multiplied in BF16 there, by the codes and scales that
+it has loaded. `vllm`: the KL of each from the original in FP32, or what vLLM says; of what its CPU build loads and does
+not run, `loaded`. Where it does not take the original, the checkpoints are not asked for.
 
 Each class has a process of its own; what takes more than `convert_classes.SECONDS` is ended. Prints a line for each,
 and last one line of JSON. Exit status 1 where a step ends in anything else than success or a refusal.
@@ -31,13 +37,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from convert_classes import UnmadeError, classes, first_line, guarded, random_model
+from published_sizes import ALSO_PUBLISHED, text_sizes
 from result import RESULTS, ROOT, STARTED, arguments, described, publish
 from torch import nn
 from transformers import PreTrainedModel
 from two_implementations import kl
+from vllm_jobs import Vllm, job
 
 from fp8q.api import (  # fmt: skip
     CalibrateOptions,
@@ -104,7 +113,9 @@ OTHER_FAMILIES = frozenset(
 )  # fmt: skip
 #: The largest KL of a load from the original, nats: one without scales is far beyond it.
 SAME = 0.5
-VOCABULARY = 2048
+#: vLLM's arguments for classes that see: no image is answered, and none is tried.
+TEXT_ALONE = {"limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0}}
+ORIGINAL = "original"
 #: Classes of modules that keep a state, or convolve.
 STATES = re.compile(r"Mamba|Delta|Recurrent|LinearAttention|ShortConv|KDA|Lightning")
 IDS = torch.arange(3, 51)[None]
@@ -113,8 +124,10 @@ Row = dict[str, Any]
 
 def checkpoint(path: Path, name: str) -> Path:
     """A random checkpoint of the class `name`, with the demo's tokenizer."""
-    model = random_model(name, classes()[name], VOCABULARY)
+    model = random_model(name, classes()[name], text_sizes(name))
     model.save_pretrained(path)
+    config = json.loads((path / "config.json").read_text(encoding="utf-8")) | ALSO_PUBLISHED.get(name, {})
+    (path / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     shutil.copyfile(DEMO / "checkpoint" / "tokenizer.json", path / "tokenizer.json")
     # of no class of the architecture's own, which would want other files
     (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}', encoding="utf-8")
@@ -151,6 +164,31 @@ def _loaded_in(dtype: torch.dtype, name: str, path: Path, expected: torch.Tensor
         return f"{keys} keys do not fit"
     distance = kl(expected, log_probabilities(model))
     return "yes" if distance < SAME else f"other logits, KL {distance:.2g}"
+
+
+def in_vllm(python: Path, name: str, checkpoints: Mapping[str, Path], expected: torch.Tensor) -> dict[str, float | str]:
+    """What vLLM's CPU build makes of each of the `checkpoints` of the class `name`, the original first: the KL in nats,
+    or what it says; `loaded` and what it says where it has loaded the checkpoint and does not run the class.
+    """
+    answers: dict[str, float | str] = {}
+    engine = TEXT_ALONE if name.endswith("ForConditionalGeneration") else {}
+    with tempfile.TemporaryDirectory() as folder, Vllm(python) as vllm:
+        exact = Path(folder) / "exact.npy"
+        np.save(exact, expected[:, :-1].float().numpy())
+        for which, path in checkpoints.items():
+            try:
+                answer = vllm.ask(job(path, IDS.numpy(), exact, wide_experts=which != ORIGINAL, engine=engine))
+            except RuntimeError as error:
+                answers[which] = first_line(error)
+                break
+            if "error" not in answer:
+                answers[which] = float(np.mean(answer["kl_nats"]))
+                continue
+            said = re.sub(r"/[^ ]*/model", "MODEL", answer["error"].strip().splitlines()[0])[:160]
+            answers[which] = f"loaded: {said}" if answer["loaded"] else said
+            if which == ORIGINAL and not answer["loaded"]:
+                break
+    return answers
 
 
 def linted(path: Path) -> str:
@@ -235,8 +273,8 @@ def step(row: Row, name: str, work: Callable[[], Any]) -> Any:
     return done
 
 
-def outcome(name: str, model_type: str) -> Row:
-    """The row of one class."""
+def outcome(vllm: Path | None, name: str, model_type: str) -> Row:
+    """The row of one class; `vllm`: the Python that has it."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     row: Row = {}
@@ -274,6 +312,10 @@ def outcome(name: str, model_type: str) -> Row:
             )
             if done is not None
         }
+        if vllm is not None:
+            made = {"calibrate": (run, folder / "run" / "model"), "convert": (written, folder / "fp8")}
+            there = {which: path for which, (done, path) in made.items() if done is not None}
+            row["vllm"] = in_vllm(vllm, name, {ORIGINAL: model} | there, expected) if there else {}
     return row
 
 
@@ -286,6 +328,9 @@ def main() -> int:
     """Try each class, print, and say by the exit status whether every step ended in success or a refusal."""
     parser = arguments(__doc__)
     parser.add_argument("--names", help="only these classes, with commas between")
+    parser.add_argument(
+        "--vllm", type=Path, help="the Python of an environment with vLLM: run the checkpoints there too"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="classes at a time, a process each")
     parser.add_argument("--minutes", type=float, default=600.0, help="leave out what would begin later")
     options = parser.parse_args()
@@ -298,7 +343,7 @@ def main() -> int:
         before = json.loads((RESULTS / f"{options.save}.json").read_text(encoding="utf-8"))
         rows = before["rows"]
         made_at = {name: before["kept"].get(name, before["commit"]) for name in rows}
-    begin = partial(guarded, outcome, STARTED + 60 * options.minutes)
+    begin = partial(guarded, partial(outcome, options.vllm), STARTED + 60 * options.minutes)
     with ThreadPoolExecutor(options.jobs) as pool:
         for name, row in zip(wanted, pool.map(begin, wanted, map(types.__getitem__, wanted)), strict=True):
             if row is not None:

@@ -11,7 +11,7 @@ For each job one line of JSON goes to standard output: `{"nll_nats": [of each to
 first of each], "kl_nats": [likewise, KL(exact || vLLM)] or null, "answers": [[8 tokens]], "again": [[8 tokens], to the
 same prompts, which may be taken from the cache of prefixes then], "step_ms": the processor time of one of `steps`
 decoded tokens of an answer, or null, "scales": {"<attention>": {"k": [scale of the cache of each head, or of all], "v":
-…, "q": …}}}`, or `{"error": …}` where vLLM refuses the checkpoint.
+…, "q": …}}}`, or `{"error": …, "loaded": whether vLLM had loaded the checkpoint before}` where it fails.
 
 A job with `"drafts": true or false` is answered with `steps` tokens behind each window instead, with drafts of the
 checkpoint's layers for multi-token prediction or without: `{"answers": [[token id]], "drafted": [number of drafts for
@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
+from traceback import extract_tb
 from typing import Any
 from unittest.mock import patch
 
@@ -39,6 +40,15 @@ os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
+
+
+class NotRunError(Exception):
+    """vLLM has loaded a checkpoint, and does not run it."""
+
+
+def named(error: Exception) -> str:
+    """The type of an error, and what it says, or else the line that raised it."""
+    return f"{type(error).__name__}: {str(error) or extract_tb(error.__traceback__)[-1].line}"
 
 
 def losses(
@@ -64,7 +74,10 @@ def losses(
         found: list[Any] = served.generate(prompts, greedy, use_tqdm=False, lora_request=lora)
         return found
 
-    answers = answered(prompt_logprobs=-1 if exact else 0)
+    try:
+        answers = answered(prompt_logprobs=-1 if exact else 0)
+    except Exception as error:
+        raise NotRunError(named(error)) from error
     nll, kl = list[float](), list[float]()
     truth = None if exact is None else np.load(exact).astype(np.float64)
     for number, (answer, window) in enumerate(zip(answers, windows, strict=True)):
@@ -173,8 +186,10 @@ def main() -> None:
                     outcome = losses(**job)
                 else:
                     outcome = drafted_answers(job["model"], job["windows"], job["steps"], drafts)
+        except NotRunError as error:
+            outcome = {"error": str(error), "loaded": True}
         except Exception as error:  # noqa: BLE001  # the test knows which it should be
-            outcome = {"error": f"{type(error).__name__}: {error}"}
+            outcome = {"error": named(error), "loaded": False}
         print(json.dumps(outcome), file=answers)
         gc.collect()
         cleanup_dist_env_and_memory()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 from convert_classes import classes, configuration
+from published_sizes import VOCABULARIES
 from transformers import PreTrainedModel
 
 from .mixtures import DEMO, SMALL
@@ -28,7 +29,7 @@ def random_class(path: Path, name: str, text: dict[str, Any], original: bool = T
     model has the fields `text`; under the `original` names, or with all experts of a module in one tensor.
     """
     torch.manual_seed(0)
-    config = configuration(name, classes()[name], SMALL["vocab_size"])
+    config = configuration(name, classes()[name], dict.fromkeys(VOCABULARIES, SMALL["vocab_size"]))
     vars(config.get_text_config()).update(text)
     model: PreTrainedModel = getattr(transformers, name)(config)
     for parameter in model.parameters():

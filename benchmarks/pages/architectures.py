@@ -118,7 +118,7 @@ def unseen_architectures() -> str:
 def published_classes() -> str:
     """Published model -> how far its class goes, of those that were run."""
     measured = load("published_classes")
-    head = ["model", "class", "calibrate", "validate", "convert", "transformers loads both"]
+    head = ["model", "class", "calibrate", "validate", "convert", "transformers loads both", "vLLM runs both"]
     rows = _ran(measured["rows"])
     models = ((model, name) for model, name in measured["models"].items() if name in rows)
     return table(head, ([model, f"`{name}`", *_steps(rows[name])] for model, name in models))
@@ -136,14 +136,25 @@ DIVIDED = "C116 split-projections"
 def _steps(row: Figures) -> list[str]:
     """The cells of a class: how each step ended."""
     if "unmade" in row:
-        return ["not made", "", "", ""]
+        return ["not made", "", "", "", ""]
     loads = {row[step] for step in LOADS if step in row}
     if errors := {end for end in row["lint"].values() if end != "yes" and DIVIDED not in end}:
         raise ValueError(f"docs/architectures.md says that the lint finds no errors, and it finds {errors}")
     ends = [_end(row.get(step, "")) for step in ("calibrate", "validate", "convert")]
     if not loads:
-        return [*ends, ""]
-    return [*ends, "yes" if loads == {"yes"} else "no"]
+        return [*ends, "", ""]
+    return [*ends, "yes" if loads == {"yes"} else "no", _in_vllm(row["vllm"])]
+
+
+def _in_vllm(answers: Figures) -> str:
+    """The cell of what vLLM made of the original and of the checkpoints."""
+    original, *ours = answers.values()
+    if not ours:
+        return "not the original"
+    if isinstance(original, str) and all(str(answer).startswith("loaded") for answer in ours):
+        return "loads both"
+    takes = [which for which, answer in answers.items() if which != "original" and isinstance(answer, float)]
+    return "yes" if len(takes) == len(ours) else f"that of {takes[0]}" if takes else "no"
 
 
 def _end(outcome: str) -> str:
@@ -165,6 +176,10 @@ def published_reasons() -> str:
                 what = LOADS.get(step, f"`{step}`" if step != "unmade" else "made by transformers")
                 reason = outcome.removeprefix("refused: MODEL: ").partition(", so that")[0].partition(" (and ")[0]
                 reasons.append([model, what, reason])
+        for which, answer in rows.get(name, {}).get("vllm", {}).items():
+            if isinstance(answer, str):
+                of = "the original" if which == "original" else f"what `{which}` wrote"
+                reasons.append([model, f"{of}, in vLLM", answer])
     return table(["model", "of", "why not"], reasons)
 
 
