@@ -14,10 +14,11 @@ say nothing of accuracy: of two parts of one model the figures tell which costs 
 models that vLLM's recipes added with FP8 in 2026. `kept`: rows not made anew (`--names`), and the commit that each is
 of.
 
-`--vllm`: the Python of an environment with vLLM's CPU build, as `make test-elsewhere` makes one in .venv/vllm. It runs
-the original and both checkpoints by its own class; experts are multiplied in BF16 there, by the codes and scales that
-it has loaded. `vllm`: the KL of each from the original in FP32, or what vLLM says; of what its CPU build loads and does
-not run, `loaded`. Where it does not take the original, the checkpoints are not asked for.
+`--vllm`: the Python of an environment with vLLM's CPU build; where none is named that of .venv/vllm, if `make
+test-elsewhere` made one. It runs the original and both checkpoints by its own class; experts are multiplied in BF16
+there, by the codes and scales that it has loaded. `vllm`: the KL of each from the original in FP32, or what vLLM says;
+of what its CPU build loads and does not run, `loaded`. Where it does not take the original, the checkpoints are not
+asked for.
 
 Each class has a process of its own; what takes more than `convert_classes.SECONDS` is ended. Prints a line for each,
 and last one line of JSON. Exit status 1 where a step ends in anything else than success or a refusal.
@@ -116,6 +117,7 @@ SAME = 0.5
 #: vLLM's arguments for classes that see: no image is answered, and none is tried.
 TEXT_ALONE = {"limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0}}
 ORIGINAL = "original"
+VLLM = ROOT / ".venv" / "vllm" / "bin" / "python"
 #: Classes of modules that keep a state, or convolve.
 STATES = re.compile(r"Mamba|Delta|Recurrent|LinearAttention|ShortConv|KDA|Lightning")
 IDS = torch.arange(3, 51)[None]

@@ -41,6 +41,8 @@ PRESETS: Mapping[str, Scheme] = {
 }
 #: The GEMMs of experts, as a pattern of compressed-tensors.
 EXPERTS = r"re:.*\.experts\.\d+\..*"
+#: The end of the name by which vLLM asks whether the experts of a layer are quantized.
+_ASKED_OF_EXPERTS = ".experts.0.down_proj"
 #: The forms that the class Linear is declared with: the first of them that a module has.
 _OF_THE_CLASS = (ONE, *AT_RUN_TIME, BF16)
 #: Kind of a form with scales of run time -> the part of an input with one scale, as compressed-tensors names it.
@@ -217,8 +219,15 @@ def _written(scheme: Scheme, unquantized: Sequence[str]) -> dict[str, object]:
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": [*unquantized],
+        "ignore": _ignored(unquantized),
     }
+
+
+def _ignored(modules: Sequence[str]) -> list[str]:
+    """Name `modules` that stay in BF16, those that vLLM asks for twice: its class of gpt_oss renames what ends like a
+    tensor of all experts, but no expression.
+    """
+    return [*modules, *(f"re:{re.escape(name)}$" for name in modules if name.endswith(_ASKED_OF_EXPERTS))]
 
 
 def quantization_config(
@@ -296,7 +305,7 @@ def _of_groups(
         config_groups=dict(groups),
         format="float-quantized",
         quantization_status="compressed",
-        ignore=list(ignore),
+        ignore=_ignored(ignore),
         kv_cache_scheme=_arguments(cache) if cache else None,
     )
     return dict(config.model_dump(mode="json", exclude_none=True))

@@ -1,5 +1,6 @@
 """A form that is written is read back as what was meant."""
 
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -8,6 +9,7 @@ import pytest
 from fp8q.calibrate.input.patterns import PatternFile
 from fp8q.options import BLOCK, DYNAMIC, ONE, ConvertLayout, Layout
 from fp8q.quantize.reading.codecs import CODECS, declared_in
+from fp8q.quantize.reading.compressed_tensors import COMPRESSED_TENSORS, quantization_config
 from fp8q.quantize.reading.modelopt import MODELOPT
 from fp8q.quantize.reading.quantization_config import CacheUnit
 from fp8q.quantize.scales.scheme import UNQUANTIZED, Scheme
@@ -17,6 +19,27 @@ CONFIG = Path("config.json")
 
 def test_the_layouts_of_convert_are_the_forms_that_are_written() -> None:
     assert {form for form, codec in CODECS.items() if codec.written is not None} == {*get_args(ConvertLayout)}
+
+
+def test_what_vllm_asks_of_experts_is_named_by_an_expression_too() -> None:
+    """Its class of gpt_oss renames `experts.0.down_proj`, and experts in BF16 were taken for two schemes."""
+    asked = "model.layers.0.mlp.experts.0.down_proj"
+    written = COMPRESSED_TENSORS.written
+    assert written is not None
+    both = [
+        written(Scheme("channel", DYNAMIC), [asked, "lm_head"]),
+        quantization_config(
+            [asked, "lm_head"], None, {"model.layers.0.self_attn.q_proj": Scheme("channel", ONE)}, True
+        ),
+    ]
+    for config in both:
+        quantization = declared_in({"quantization_config": config}, CONFIG)
+        assert quantization is not None
+        *named, expression = quantization.ignore or ()
+        assert named == [asked, "lm_head"]
+        assert re.match(expression.removeprefix("re:"), asked)
+        for other in (f"{asked}.weight", asked.replace(".0.down", ".1.down"), asked.replace("layers.0", "layers.10")):
+            assert quantization.ignored_by(other) is None
 
 
 @pytest.mark.parametrize(
