@@ -330,9 +330,8 @@ def main() -> int:
     """Try each class, print, and say by the exit status whether every step ended in success or a refusal."""
     parser = arguments(__doc__)
     parser.add_argument("--names", help="only these classes, with commas between")
-    parser.add_argument(
-        "--vllm", type=Path, help="the Python of an environment with vLLM: run the checkpoints there too"
-    )
+    there = VLLM if VLLM.exists() else None
+    parser.add_argument("--vllm", type=Path, default=there, help="the Python of an environment with vLLM")
     parser.add_argument("--jobs", type=int, default=2, help="classes at a time, a process each")
     parser.add_argument("--minutes", type=float, default=600.0, help="leave out what would begin later")
     options = parser.parse_args()
