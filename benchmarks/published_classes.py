@@ -117,6 +117,8 @@ SAME = 0.5
 #: vLLM's arguments for classes that see: no image is answered, and none is tried.
 TEXT_ALONE = {"limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0}}
 ORIGINAL = "original"
+#: What stands before the reason where vLLM checks its own configuration.
+VALIDATED = re.compile(r"ValidationError: .*\n *Value error, ")
 VLLM = ROOT / ".venv" / "vllm" / "bin" / "python"
 #: Classes of modules that keep a state, or convolve.
 STATES = re.compile(r"Mamba|Delta|Recurrent|LinearAttention|ShortConv|KDA|Lightning")
@@ -186,7 +188,7 @@ def in_vllm(python: Path, name: str, checkpoints: Mapping[str, Path], expected: 
             if "error" not in answer:
                 answers[which] = float(np.mean(answer["kl_nats"]))
                 continue
-            said = re.sub(r"/[^ ]*/model", "MODEL", answer["error"].strip().splitlines()[0])[:160]
+            said = re.sub(r"'/[^' ]*/model'", "MODEL", VALIDATED.sub("", answer["error"]).strip().splitlines()[0])[:160]
             answers[which] = f"loaded: {said}" if answer["loaded"] else said
             if which == ORIGINAL and not answer["loaded"]:
                 break

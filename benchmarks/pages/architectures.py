@@ -176,8 +176,9 @@ def published_reasons() -> str:
                 what = LOADS.get(step, f"`{step}`" if step != "unmade" else "made by transformers")
                 reason = outcome.removeprefix("refused: MODEL: ").partition(", so that")[0].partition(" (and ")[0]
                 reasons.append([model, what, reason])
-        for which, answer in rows.get(name, {}).get("vllm", {}).items():
-            if isinstance(answer, str):
+        answers = rows.get(name, {}).get("vllm", {})
+        for which, answer in answers.items():
+            if isinstance(answer, str) and (which == "original" or answer != answers["original"]):
                 of = "the original" if which == "original" else f"what `{which}` wrote"
                 reasons.append([model, f"{of}, in vLLM", answer])
     return table(["model", "of", "why not"], reasons)
