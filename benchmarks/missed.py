@@ -169,5 +169,6 @@ LIMITS: Mapping[str, Callable[[Figures], Iterator[str]]] = {
     "unseen_architectures": _unseen_architectures,
     "published_classes": _published_classes,
     "plan": _plan,
+    "plan_gemma3": _plan,
     "wrong_models": _wrong_models,
 }

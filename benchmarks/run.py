@@ -131,6 +131,10 @@ BY_HAND: Mapping[str, str] = {
         "plan.py build/real/smollm2=../shared/data/wikitext-2-raw-valid.txt,../shared/data/wikitext-2-raw-test.txt "
         "--samples 64 --context 512"
     ),
+    "plan_gemma3": (
+        "plan.py build/real/gemma3=../shared/data/wikitext-2-raw-valid.txt,../shared/data/wikitext-2-raw-test.txt "
+        "--samples 64 --context 512"
+    ),
     "vllm_plugin": "vllm_plugin.py --vllm .venv/vllm/bin/python --samples 128 --steps 32",
     "vllm_plugin_h100": "vllm_plugin.py --answers FOLDER --samples 128 --windows 8 --steps 0",
     "vllm_8b": (

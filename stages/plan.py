@@ -50,6 +50,9 @@ ROUNDINGS = 2
 FIRST_TOKEN_PASSES = 3.0
 #: The files of hidden states of `--weight-rounding sequential`.
 SEQUENTIAL_FILES = 4
+#: What scoring takes, in logits of a window in FP32: these, those of the positions whose likeliest tokens are kept, and
+#: what glibc keeps of the blocks that are compared.
+SCORED_COPIES = 4
 #: The bytes of a number of the model in FP32, and in ONNX Runtime, which holds what it folds besides.
 FP32_BYTES = 4
 ONNX_BYTES = 8
@@ -330,21 +333,30 @@ def _validation(plan: Planned) -> PlannedStage:
     windows, context = plan.evaluation.ids.shape
     vocabulary = plan.source.text_config.vocab_size
     names = planned_runtimes(plan)
-    weights = ONNX_BYTES * rates.parameters if any(RUNTIMES[name].library for name in names) else rates.weight_bytes
-    if "fp32" in names:
-        weights = max(weights, FP32_BYTES * rates.parameters)
     stored = len([name for name in names if name in BASELINES])
     logits = 2.0 * stored * plan.evaluation.protocol.tokens * vocabulary
     hidden = _validated_hidden_bytes(plan, names, windows * context)
+    weights = max(_validated_bytes(rates, name) for name in names)
     return PlannedStage(
         VALIDATE.name,
         _validation_seconds(plan, names),
-        rates.base_bytes + weights + FP32_BYTES * context * vocabulary,
+        rates.base_bytes + weights + SCORED_COPIES * FP32_BYTES * context * vocabulary,
         logits + hidden,
         "--max-tokens, --runtimes",
         freed=logits + hidden,
         spare=logits,
     )
+
+
+def _validated_bytes(rates: Rates, name: str) -> float:
+    """The memory of the weights of the runtime `name`, whole; the reference holds its codes in BF16 on a CPU, beside
+    the pages of the file that they are read from.
+    """
+    if RUNTIMES[name].library is not None:
+        return ONNX_BYTES * rates.parameters
+    if name == "fp32":
+        return FP32_BYTES * rates.parameters
+    return rates.weight_bytes if name in FLOAT else rates.weight_bytes + rates.checkpoint_bytes
 
 
 def _validated_hidden_bytes(plan: Planned, names: Sequence[str], tokens: int) -> float:

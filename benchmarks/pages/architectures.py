@@ -180,7 +180,7 @@ def published_reasons() -> str:
         for which, answer in answers.items():
             if isinstance(answer, str) and (which == "original" or answer != answers["original"]):
                 of = "the original" if which == "original" else f"what `{which}` wrote"
-                reasons.append([model, f"{of}, in vLLM", answer])
+                reasons.append([model, f"{of}, in vLLM", answer.partition(". ")[0].removeprefix("loaded: ")])
     return table(["model", "of", "why not"], reasons)
 
 

@@ -9,7 +9,7 @@ KINDS, LENGTHS = ("normal", "one sign"), ("4096", "14336", "28672")
 #: The models with the largest losses, and the one on which `fp22` takes most of the gain of two terms.
 MODELS = ("demo", "llama", "opt")
 #: The model whose run is planned, by its directory.
-PLANNED = {"smollm2": "SmolLM2-135M"}
+PLANNED = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M, one thread"}
 
 
 def two_implementations() -> str:
@@ -97,7 +97,8 @@ def without_bf_units() -> str:
 def plans() -> str:
     """What `fp8q run` took of each model, and what it planned over that."""
     rows = []
-    for name, figures in load("plan")["results"].items():
+    results = load("plan")["results"] | load("plan_gemma3")["results"]
+    for name, figures in results.items():
         stages = figures["stages"].values()
         seconds = sum(stage["seconds"] for stage in stages)
         peak = max(stage["peak_memory_bytes"] for stage in stages)

@@ -56,11 +56,13 @@ CACHES = frozenset({"past_key_value", "past_key_values"})
 #: The option of `vllm serve` for the layers whose cache stays in the compute type, by index (0.32).
 SKIP_LAYERS = "--kv-cache-dtype-skip-layers"
 
-#: Why only fp8q is known to run experts that transformers loads from stacks alone, and what helps.
+#: Who reads experts that transformers loads from stacks alone, and what helps.
 UNREAD_EXPERTS = (
     "transformers reads the experts of {architecture} from tensors that hold all of a layer, and no codes of single "
-    "ones, and no server is known to read them"
+    "ones; {servers}"
 )
+#: The architectures of these whose class in vLLM reads such codes (tried with 0.32).
+READ_BY_VLLM = frozenset({"GraniteMoeHybridForCausalLM"})
 STACKED_EXPERTS = "with `--skip '*.experts.*'` they stay in BF16 in the source's tensors, which loaders read"
 #: The same of experts of two modules that files have in one list.
 DIVIDED_EXPERTS = (
@@ -203,11 +205,12 @@ class HfLayout:
         )
 
     def unread_experts(self, architecture: str) -> tuple[str, str] | None:
-        """Say why only fp8q is known to run the experts, and what helps; None where others read them."""
+        """Say which loaders do not read the experts, and what helps; None where all do."""
         if self.behind:
             return DIVIDED_EXPERTS.format(architecture=architecture), CONVERTED_EXPERTS
         if self.experts and self.unread:
-            return UNREAD_EXPERTS.format(architecture=architecture), STACKED_EXPERTS
+            servers = "vLLM reads them" if architecture in READ_BY_VLLM else "no server is known to read them"
+            return UNREAD_EXPERTS.format(architecture=architecture, servers=servers), STACKED_EXPERTS
         return None
 
     def remark(self, architecture: str, scales: Scales) -> str | None:

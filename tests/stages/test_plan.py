@@ -76,6 +76,17 @@ def test_times_are_tokens_times_what_a_token_takes(demo_checkpoint: Path) -> Non
     assert "costliest weights" in planned(demo_checkpoint, bf16_weights=0.03)
 
 
+def test_the_memory_of_validating_is_that_of_the_reference_and_of_scoring(demo_checkpoint: Path) -> None:
+    """The reference holds codes in BF16 beside their file, and of 8 positions the logits are scored."""
+    logits = 4 * 8 * open_source(str(demo_checkpoint)).text_config.vocab_size
+    scored = 1000 + 4 * logits
+    assert planned(demo_checkpoint)["validate"].memory == scored + 200 + 120
+    alone = api.ValidateOptions(runtimes=("bf16",))
+    assert planned(demo_checkpoint, validate=alone)["validate"].memory == scored + 200
+    wide = api.ValidateOptions(runtimes=("bf16", "fp32"))
+    assert planned(demo_checkpoint, validate=wide)["validate"].memory == scored + 4 * 100
+
+
 def test_rows_with_images_take_the_time_of_the_part_that_sees_too(demo_checkpoint: Path) -> None:
     """Two rows of 20 tokens calibrate; one of 5 is evaluated by whole models: BF16 and the reference, loaded again."""
     calibrated, evaluated = (ImageRow(where="row", messages=[], images=[], tokens=tokens) for tokens in (20, 5))
