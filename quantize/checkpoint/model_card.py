@@ -217,7 +217,7 @@ STATIC_EXPERTS = """. The static
 scales that fp8q runs them with are in `{file}`"""
 #: Used in place of `LOADABLE` where other loaders know the experts in stacks alone.
 UNREAD_MIXTURE = """\
-**Only fp8q runs its experts in FP8**: {reason}. {remedy}."""
+**transformers does not run its experts in FP8**: {reason}. {remedy}."""
 #: Used where only some of a layer's experts are FP8.
 PARTED_EXPERTS = """\
 **Nor can
