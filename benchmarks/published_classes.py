@@ -186,7 +186,8 @@ def in_vllm(python: Path, name: str, checkpoints: Mapping[str, Path], expected: 
                 answers[which] = first_line(error)
                 break
             if "error" not in answer:
-                answers[which] = float(np.mean(answer["kl_nats"]))
+                distance = float(np.mean(answer["kl_nats"]))
+                answers[which] = distance if distance < SAME else f"other logits, KL {distance:.2g}"
                 continue
             said = re.sub(r"'/[^' ]*/model'", "MODEL", VALIDATED.sub("", answer["error"]).strip().splitlines()[0])[:160]
             answers[which] = f"loaded: {said}" if answer["loaded"] else said
@@ -337,6 +338,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="classes at a time, a process each")
     parser.add_argument("--minutes", type=float, default=600.0, help="leave out what would begin later")
     options = parser.parse_args()
+    if options.vllm is not None and not options.vllm.exists():
+        parser.error(f"--vllm {options.vllm}: is not there")
     head = described("published_classes")
     wanted = options.names.split(",") if options.names else [*PUBLISHED.values()]
     types = classes()

@@ -143,7 +143,7 @@ def _steps(row: Figures) -> list[str]:
     ends = [_end(row.get(step, "")) for step in ("calibrate", "validate", "convert")]
     if not loads:
         return [*ends, "", ""]
-    return [*ends, "yes" if loads == {"yes"} else "no", _in_vllm(row["vllm"])]
+    return [*ends, "yes" if loads == {"yes"} else "no", _in_vllm(row["vllm"]) if "vllm" in row else ""]
 
 
 def _in_vllm(answers: Figures) -> str:
