@@ -336,7 +336,7 @@ def _validation(plan: Planned) -> PlannedStage:
     stored = len([name for name in names if name in BASELINES])
     logits = 2.0 * stored * plan.evaluation.protocol.tokens * vocabulary
     hidden = _validated_hidden_bytes(plan, names, windows * context)
-    weights = max(_validated_bytes(rates, name) for name in names)
+    weights = max((_validated_bytes(rates, name) for name in names), default=0.0)
     return PlannedStage(
         VALIDATE.name,
         _validation_seconds(plan, names),
