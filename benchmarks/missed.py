@@ -170,5 +170,6 @@ LIMITS: Mapping[str, Callable[[Figures], Iterator[str]]] = {
     "published_classes": _published_classes,
     "plan": _plan,
     "plan_gemma3": _plan,
+    "plan_qwen_coder": _plan,
     "wrong_models": _wrong_models,
 }

@@ -1,11 +1,12 @@
 """How well `fp8q run` plans: planned over real minutes, memory and disk of each stage.
 
     python benchmarks/plan.py [MODEL=CALIBRATION,EVALUATION …] [--windows 16] [--samples 64] [--context 512]
+        [--form FORM]
 
 Runs each model for vLLM, without a graph (the demo with its graphs and engines too), notes the plan that the run begins
-with, and divides it by what `run.json` and the directory say. A machine that does nothing else: the plan is of the
-minute in which it is made. Prints one JSON line; exit status 1 where the sum of a run is not within 1.5 times, either
-way.
+with, and divides it by what `run.json` and the directory say. With `--form` there is no search of one, which takes most
+of an hour of a 1.5B. A machine that does nothing else: the plan is of the minute in which it is made. Prints one JSON
+line; exit status 1 where the sum of a run is not within 1.5 times, either way.
 """
 
 import sys
@@ -88,12 +89,13 @@ def compared(plan: list[PlannedStage], run: Run) -> dict[str, Any]:
 def main() -> int:
     """Run, compare, print."""
     parser = model_arguments(__doc__, windows=16, samples=64)
+    parser.add_argument("--form", action="append", default=[], help="of all modules, or PATTERN=FORM")
     options = parser.parse_args()
     head = described("plan")
     results = {}
     for texts in options.models or small_models("demo"):
         asked = api.RunOptions(
-            calibrate=api.CalibrateOptions(samples=options.samples, seq_len=options.context),
+            calibrate=api.CalibrateOptions(samples=options.samples, seq_len=options.context, form=tuple(options.form)),
             export=api.ExportOptions(graph=texts.name == "demo"),
         )
         with tempfile.TemporaryDirectory() as folder:

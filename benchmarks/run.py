@@ -142,6 +142,10 @@ BY_HAND: Mapping[str, str] = {
         "plan.py build/real/gemma3=../shared/data/wikitext-2-raw-valid.txt,../shared/data/wikitext-2-raw-test.txt "
         "--samples 64 --context 512"
     ),
+    "plan_qwen_coder": (
+        "plan.py build/real/qwen_coder=../shared/data/wikitext-2-raw-valid.txt,"
+        "../shared/data/wikitext-2-raw-test.txt --samples 16 --context 512 --form one"
+    ),
     "vllm_plugin": "vllm_plugin.py --vllm .venv/vllm/bin/python --samples 128 --steps 32",
     "vllm_plugin_h100": "vllm_plugin.py --answers FOLDER --samples 128 --windows 8 --steps 0",
     "vllm_8b": (
