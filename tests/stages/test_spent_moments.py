@@ -29,7 +29,6 @@ from ..mixtures import random_mixture
 
 #: Options of scales that change what a layer is rounded by.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "one code": ("llama", {}),
     "first tokens, a tail, an FP8 cache, some weights in BF16": (
         "llama",
         {"weigh_first_token": True, "form": ("tail:4",), "kv_cache": "fp8", "bf16_weights": 0.1},
@@ -47,12 +46,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 STORY = "Once upon a time there was a little girl who had a red ball. " * 40
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
+#: Options that round the first layer alone, where a test needs no others.
+ONE_LAYER: dict[str, Any] = {"only": ("*.layers.0.*",)}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text of some windows, to calibrate and to evaluate on."""
-    path = tmp_path / "text.txt"
+    path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(STORY, encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="module")
+def stored(shared_checkpoint: Callable[[str], Path], text: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of "one code" with its moments, to be read."""
+    return calibrated(shared_checkpoint("llama"), text, tmp_path_factory.mktemp("stored") / "run")
 
 
 class Killed(BaseException):
@@ -101,10 +110,17 @@ def check_alike(spent: Run, stored: Run) -> None:
     assert record.options["moments"] is False
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case == "one code" else pytest.mark.slow) for case in CASES]
-)
 def test_the_codes_are_those_of_stored_moments_bit_for_bit(
+    stored: Run, shared_checkpoint: Callable[[str], Path], text: Path, tmp_path: Path
+) -> None:
+    spent = calibrated(shared_checkpoint("llama"), text, tmp_path / "spent", keep_moments=False)
+    check_alike(spent, stored)
+    assert "gptq" in {weight.rounding for weight in load_scales(spent).weights.values()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_they_are_whatever_a_layer_is_rounded_by(
     case: str, shared_checkpoint: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
     name, options = CASES[case]
@@ -127,10 +143,14 @@ def test_a_weight_of_zeros_stays_in_bf16(shared_checkpoint: Callable[[str], Path
 
 @pytest.mark.parametrize("at", ["a layer", "the checkpoint"])
 def test_a_killed_call_goes_on_with_the_layers_that_were_rounded(
-    at: str, shared_checkpoint: Callable[[str], Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at: str,
+    stored: Run,
+    shared_checkpoint: Callable[[str], Path],
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checkpoint = shared_checkpoint("llama")
-    stored = calibrated(checkpoint, text, tmp_path / "stored")
     steps: list[Sequence[str]] = []
     spend = LayerRounding.spend
     alive = at != "a layer"
@@ -173,13 +193,13 @@ def test_a_disk_without_room_for_them_stores_none_and_the_same_command_does_noth
     free = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as small:
         small.setattr(stage, "moments_bytes", lambda source: free.total + 10**15)
-        run = calibrated(checkpoint, text, tmp_path / "run", report=listening)
+        run = calibrated(checkpoint, text, tmp_path / "run", report=listening, **ONE_LAYER)
     (line,) = [line for line in listening.lines if "moments" in line and line.startswith("--")]
     assert line.startswith(f"--no-keep-moments: second moments take {size(free.total + 10**15)} on the disk of ")
     assert line.endswith(" free: each layer is rounded once it has run, and none are stored")
     assert not run.moments.exists()
     before = made_by(run)
-    again = calibrated(checkpoint, text, tmp_path / "run")
+    again = calibrated(checkpoint, text, tmp_path / "run", **ONE_LAYER)
     assert made_by(again) == before
     assert not again.moments.exists()
 
@@ -187,10 +207,10 @@ def test_a_disk_without_room_for_them_stores_none_and_the_same_command_does_noth
 def test_moments_that_are_stored_stay_where_they_leave_no_room_for_others(
     shared_checkpoint: Callable[[str], Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = calibrated(shared_checkpoint("llama"), text, tmp_path / "run")
+    run = calibrated(shared_checkpoint("llama"), text, tmp_path / "run", **ONE_LAYER)
     before = made_by(run)
     monkeypatch.setattr(stage, "moments_bytes", lambda source: 10**15)
-    again = calibrated(shared_checkpoint("llama"), text, tmp_path / "run")
+    again = calibrated(shared_checkpoint("llama"), text, tmp_path / "run", **ONE_LAYER)
     assert made_by(again) == before
     assert again.moments.is_dir()
 
@@ -199,17 +219,18 @@ def test_other_codes_of_such_a_run_need_another_measurement(
     shared_checkpoint: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
     checkpoint = shared_checkpoint("llama")
-    run = calibrated(checkpoint, text, tmp_path / "run", keep_moments=False)
+    run = calibrated(checkpoint, text, tmp_path / "run", keep_moments=False, **ONE_LAYER)
     with pytest.raises(InputError) as refused:
         api.scales(run.root, form=("dynamic",))
     assert str(refused.value) == (
         f"--weight-rounding gptq: needs the second moments of inputs, which {run.root} has not, since its layers were "
         "rounded while they were measured; use `fp8q calibrate` with the options of the run and --keep-moments"
     )
-    other = calibrated(checkpoint, text, tmp_path / "run", form=("dynamic",))
-    expected = calibrated(checkpoint, text, tmp_path / "expected", form=("dynamic",), keep_moments=True)
+    dynamic = {"form": ("dynamic",), **ONE_LAYER}
+    other = calibrated(checkpoint, text, tmp_path / "run", **dynamic)
+    expected = calibrated(checkpoint, text, tmp_path / "expected", keep_moments=True, **dynamic)
     check_alike(other, expected)
-    kept = calibrated(checkpoint, text, tmp_path / "run", keep_moments=True)
+    kept = calibrated(checkpoint, text, tmp_path / "run", keep_moments=True, **ONE_LAYER)
     assert kept.moments.is_dir()
     api.scales(kept.root, form=("dynamic",))
     assert files(kept) == files(expected)
@@ -252,9 +273,8 @@ def test_experts_and_the_search_of_a_form_need_all_of_them(
 
 
 def test_the_bytes_of_second_moments_are_those_of_their_files(
-    shared_checkpoint: Callable[[str], Path], text: Path, tmp_path: Path
+    stored: Run, shared_checkpoint: Callable[[str], Path]
 ) -> None:
-    run = calibrated(shared_checkpoint("llama"), text, tmp_path / "run")
-    sums = [np.load(path, mmap_mode="r") for path in run.moments.iterdir() if not path.name.endswith(FIRST)]
+    sums = [np.load(path, mmap_mode="r") for path in stored.moments.iterdir() if not path.name.endswith(FIRST)]
     assert moments_bytes(open_source(str(shared_checkpoint("llama")))) == sum(file.nbytes for file in sums)
     assert torch.float32.itemsize * sums[0].shape[0] ** 2 == sums[0].nbytes
