@@ -13,6 +13,7 @@ chosen gets its own. What BF16 gives of the evaluated windows serves all forms t
 
 import hashlib
 import json
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,6 +22,7 @@ from math import log1p
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..calibrate.measure.statistics import load_record
@@ -40,6 +42,7 @@ from ..quantize.scales.decisions import load_scales
 from ..quantize.scales.servers import need_the_plugin
 from ..quantize.sensitivity.document import Sensitivity
 from ..quantize.weights.gptq import WEIGHED_SHRINKAGE
+from ..validate.accuracy.compare import BASELINE
 from ..validate.accuracy.decision import loss_in_words
 from ..validate.accuracy.document import Accuracy, load_accuracy
 from ..validate.accuracy.limits import DEFAULT_RISE, Limits, RuntimeLoss, loss_and_limits, used
@@ -83,6 +86,7 @@ from .sensitivity import predicted_losses
 from .shared.sources import gemms_of, source_of
 from .tune import batches_of, mix_of_run
 from .validate import validate
+from .validate_runtimes import evaluate_runtimes, go_by_layer
 
 #: Options that decide what the search may choose where they are asked for, be it with their default values.
 OBEYED = ("weigh_first_token", "weight_rounding", "bf16_weights")
@@ -221,7 +225,11 @@ def _roundings(asked: ScaleOptions) -> tuple[RoundingName, ...]:
 
 
 class FewWindows:
-    """A few windows of the evaluation text, on which candidates are measured, and BF16's logits of them."""
+    """A few windows of the evaluation text, on which candidates are measured, and BF16's logits of them.
+
+    Where memory does not hold a whole model they go layer by layer, as `validate` has them; windows that stand for
+    decoded tokens need a whole one in `validate` too.
+    """
 
     def __init__(self, candidates: FormCandidates):
         """Cut windows whose second halves stand for decoded tokens where a candidate has a tail."""
@@ -238,6 +246,8 @@ class FewWindows:
         text = evaluation(run, None, few, SILENT)
         self.candidates = candidates
         self.batches = batches_of(text.ids, text.scored)
+        self.text = text
+        self.evaluated = replace(few, runtimes=(BASELINE, "reference"))
 
     def kl(self, mix: Mix) -> float:
         """Measure KL(bf16 || run) in nats a token, of the run made in the form of `mix`; each mix is measured once."""
@@ -246,15 +256,30 @@ class FewWindows:
         name = json.dumps(asdict(mix), sort_keys=True)
         if name not in measured:
             self.candidates.make(mix, of_any_input=mix != self.candidates.first)  # of which the run has codes
-            bf16 = self._bf16
-            reference = load_reference(task.run.model, "fast", torch.bfloat16, device())
-            runner = reference_runner(reference, self.as_served)
-            loss = measure_mix(lambda ids: bf16[id(ids)].to(device()), runner, self.batches, task.notes, "a form")
-            measured[name] = loss.kl_nats
+            by_layer = go_by_layer(self.evaluated.chosen, lambda: self.candidates.source, self.evaluated, Notes(SILENT))
+            measured[name] = self._by_layer() if by_layer else self._whole()
             task.progress.save()
-            del reference, runner
             release_memory()
         return measured[name]
+
+    def _whole(self) -> float:
+        """The KL of the run as it is now, by a whole model."""
+        task = self.candidates.task
+        bf16 = self._bf16
+        reference = load_reference(task.run.model, "fast", torch.bfloat16, device())
+        runner = reference_runner(reference, self.as_served)
+        return measure_mix(lambda ids: bf16[id(ids)].to(device()), runner, self.batches, task.notes, "a form").kl_nats
+
+    def _by_layer(self) -> float:
+        """The same, layer by layer."""
+        task = self.candidates.task
+        known, here = (task.folder / name for name in ("few-bf16", "few"))
+        known.mkdir(exist_ok=True)
+        shutil.rmtree(here, ignore_errors=True)  # of another form, where a call was killed
+        here.mkdir()
+        outcome = evaluate_runtimes(task.run, self.text, self.evaluated, here, task.notes, known)
+        shutil.rmtree(here)
+        return float(np.nanmean(outcome.kl["reference"]))
 
     @cached_property
     def _bf16(self) -> dict[int, torch.Tensor]:

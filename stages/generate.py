@@ -8,6 +8,7 @@ from typing import Any
 from ..calibrate.checkpoint.companions import SPECIAL_TOKENS, TOKENIZER_CONFIG
 from ..calibrate.text.chat import Message
 from ..core.errors import InputError
+from ..core.memory import release_memory
 from ..core.record import FP8_STAGES
 from ..core.run import Run
 from ..options import GenerateOptions, Precision
@@ -16,10 +17,11 @@ from ..serve.local.generation import answer_request, open_generator, open_run_se
 from ..serve.loop.generate import Generator
 from ..serve.loop.request import GeneratedAnswer, Request, RequestError
 from ..serve.loop.sessions import Session
+from ..serve.loop.text import Vocabulary
 from ..serve.triton.repository import OPTIONAL_COMPANIONS, weight_files
 from .pipeline.stage import CALIBRATE_MODULES, device, needs
 from .shared.adapters import check_adapter
-from .shared.model_files import fp8_files, refuse_unwritten
+from .shared.model_files import fp8_files, refuse_unwritten, source_path
 
 #: The runtimes that need torch.
 TORCH_RUNTIMES = ("reference", "bf16")
@@ -147,7 +149,7 @@ def compare_both(run: Run, prompt: str, options: GenerateOptions) -> Comparison:
 
 
 def compare_all(run: Run, prompts: Sequence[str], options: GenerateOptions) -> list[Comparison]:
-    """Let FP8, on the runtime of `options`, and BF16 answer `prompts`, one after the other.
+    """Let FP8, on the runtime of `options`, and then BF16 answer `prompts`: one model is in memory at a time.
 
     Raises InputError where that runtime is BF16 itself, and where the source model is missing.
     """
@@ -155,19 +157,23 @@ def compare_all(run: Run, prompts: Sequence[str], options: GenerateOptions) -> l
         raise InputError(
             "--runtime bf16", "is what --compare holds FP8 against", "name an FP8 runtime, or leave it out"
         )
+    needs("calibrate", CALIBRATE_MODULES)
+    source_path(run)
     requests = [asked(prompt, options) for prompt in prompts]
-    bf16_model = open_model(run, "bf16", adapter=options.adapter)
-    fp8_model = open_model(run, options.runtime, adapter=options.adapter)
-    answers = [
-        [answer_request(generator, request, lambda _: None) for generator in (fp8_model, bf16_model)]
-        for request in requests
-    ]
-    return [_comparison(fp8, bf16, bf16_model) for fp8, bf16 in answers]
+
+    def answers(runtime: str) -> tuple[list[GeneratedAnswer], Vocabulary]:
+        generator = open_model(run, runtime, adapter=options.adapter)
+        return [answer_request(generator, request, lambda _: None) for request in requests], generator.vocabulary
+
+    fp8, _ = answers(options.runtime)
+    release_memory()
+    bf16, vocabulary = answers("bf16")
+    return [_comparison(*both, vocabulary) for both in zip(fp8, bf16, strict=True)]
 
 
-def _comparison(fp8: GeneratedAnswer, bf16: GeneratedAnswer, generator: Generator) -> Comparison:
+def _comparison(fp8: GeneratedAnswer, bf16: GeneratedAnswer, vocabulary: Vocabulary) -> Comparison:
     at = parting(fp8.tokens, bf16.tokens)
-    text = generator.vocabulary.token_text
+    text = vocabulary.token_text
     there = [text(answer.tokens[at]) if at is not None and at < len(answer.tokens) else "" for answer in (fp8, bf16)]
     common = 0
     while common < min(len(fp8.text), len(bf16.text)) and fp8.text[common] == bf16.text[common]:

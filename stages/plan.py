@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from ..calibrate.model.source import Source
 from ..calibrate.text.evaluation import Evaluation
@@ -20,6 +21,7 @@ from ..export.engine.build import resolve
 from ..options import FLOAT, RUNTIMES, WITHOUT_GRAPH, ReportOptions, RunOptions, ScaleOptions
 from ..options.calibrate import WITH_SECOND_CODES
 from ..validate.accuracy.compare import BASELINES, windows_at_once
+from ..validate.accuracy.continuations import PROMPT_TOKENS, TOKENS
 from ..validate.accuracy.runtimes import held_type
 from .corpus import Collected
 from .costliest import WINDOWS as COSTLIEST_WINDOWS
@@ -27,11 +29,11 @@ from .cpu_time import STEP_TOKENS
 from .forms import FEW_CONTEXT, FEW_WINDOWS, PREDICTED_WINDOWS
 from .gradients import FIRST_TOKENS_PASS, LOSSES_PASS, WholePass
 from .gradients import WINDOWS as FIRST_TOKEN_WINDOWS
+from .measure import beyond
 from .pipeline.stage import Notes, device
 from .pipeline.stages import VALIDATE
-from .plan_rates import LIBRARY_BYTES, Rates, measured_rates
+from .plan_rates import FP32_BYTES, LIBRARY_BYTES, Rates, measured_rates
 from .preflight import directory_above
-from .report import PROMPT_TOKENS, TOKENS
 from .sensitivity import GRADIENT_PASSES
 from .validate_runtimes import go_by_layer
 
@@ -53,8 +55,7 @@ SEQUENTIAL_FILES = 4
 #: What scoring takes, in logits of a window in FP32: these, those of the positions whose likeliest tokens are kept, and
 #: what glibc keeps of the blocks that are compared.
 SCORED_COPIES = 4
-#: The bytes of a number of the model in FP32, and in ONNX Runtime, which holds what it folds besides.
-FP32_BYTES = 4
+#: The bytes of a number of the model in ONNX Runtime, which holds what it folds besides.
 ONNX_BYTES = 8
 
 
@@ -210,7 +211,7 @@ def _checkpoint(plan: Planned) -> PlannedStage:
     return PlannedStage(
         "scales and checkpoint",
         rates.pace * BEGIN_SECONDS + rates.scaling * rates.numbers + rounding,
-        rates.base_bytes + rates.weight_bytes,
+        rates.base_bytes + (rates.largest_part_bytes if rates.streamed else rates.weight_bytes),
         rates.checkpoint_bytes + work,
         "--weight-rounding",
         freed=work + before,
@@ -229,7 +230,8 @@ def _calibration(plan: Planned) -> PlannedStage:
             moments /= rates.layers
             work += moments
         disk += moments + _spent_codes(plan)
-    memory = rates.base_bytes + rates.weight_bytes + plan.options.calibrate.batch_size * rates.window_bytes
+    memory = rates.base_bytes + (rates.layer_bytes if rates.streamed else rates.weight_bytes)
+    memory += plan.options.calibrate.batch_size * rates.window_bytes
     seconds = plan.begin + plan.tokens * token + plan.calibration_rows * rates.seeing
     return PlannedStage("calibrate", seconds, memory, disk, "--samples, --seq-len", freed=work)
 
@@ -288,8 +290,12 @@ def _search(plan: Planned, validation: PlannedStage) -> PlannedStage:
 
 
 def _report(plan: Planned) -> PlannedStage:
-    """Plan the page, and the passages that BF16 and FP8 go on from, both in memory, a token at a time."""
+    """Plan the page, and the passages that FP8 and BF16 go on from, one after the other, a token at a time; there are
+    none where memory does not hold the model.
+    """
     rates = plan.rates
+    if beyond(round(rates.weight_bytes)):
+        return PlannedStage("report", rates.pace * REPORT_SECONDS, rates.base_bytes, 0.0, "")
     tokens = ReportOptions().continuations * (PROMPT_TOKENS + STEP_TOKENS * (TOKENS - 1))
     continued = sum(rates.load_seconds + tokens * rates.of_runtime(name) for name in ("bf16", "reference"))
     memory = rates.base_bytes + rates.weight_bytes + rates.checkpoint_bytes
@@ -321,8 +327,7 @@ def _rows_seconds(plan: Planned, names: Sequence[str]) -> float:
     rates = plan.rates
     in_torch = [name for name in names if name in WITHOUT_GRAPH]
     tokens = plan.evaluation_rows
-    options = replace(plan.options.validate, as_served=None, accumulator=None)
-    if not tokens or not in_torch or go_by_layer(in_torch, lambda: plan.source, options, Notes(SILENT)):
+    if not tokens or not in_torch or _by_layer(plan, names, as_served=None, accumulator=None):
         return 0.0
     passes = sum(rates.of_runtime(name) + rates.scoring + rates.seeing for name in in_torch)
     return len(in_torch) * plan.begin + tokens * passes
@@ -335,8 +340,9 @@ def _validation(plan: Planned) -> PlannedStage:
     names = planned_runtimes(plan)
     stored = len([name for name in names if name in BASELINES])
     logits = 2.0 * stored * plan.evaluation.protocol.tokens * vocabulary
-    hidden = _validated_hidden_bytes(plan, names, windows * context)
-    weights = max((_validated_bytes(rates, name) for name in names), default=0.0)
+    by_layer = _by_layer(plan, names, as_served=plan.evaluation.protocol.prompt)
+    hidden = _validated_hidden_bytes(plan, names, windows * context) if by_layer else 0.0
+    weights = max((_validated_bytes(plan, name, by_layer) for name in names), default=0.0)
     return PlannedStage(
         VALIDATE.name,
         _validation_seconds(plan, names),
@@ -348,24 +354,30 @@ def _validation(plan: Planned) -> PlannedStage:
     )
 
 
-def _validated_bytes(rates: Rates, name: str) -> float:
-    """The memory of the weights of the runtime `name`, whole; the reference holds its codes in BF16 on a CPU, beside
-    the pages of the file that they are read from.
+def _by_layer(plan: Planned, names: Sequence[str], **changed: Any) -> bool:
+    """Tell whether those of the runtimes `names` that torch runs go layer by layer, with `changed` options."""
+    in_torch = [name for name in names if name in WITHOUT_GRAPH]
+    options = replace(plan.options.validate, **changed)
+    return bool(in_torch) and go_by_layer(in_torch, lambda: plan.source, options, Notes(SILENT))
+
+
+def _validated_bytes(plan: Planned, name: str, by_layer: bool) -> float:
+    """The memory of the weights of the runtime `name`, whole or `by_layer`; the whole reference holds its codes in BF16
+    on a CPU, beside the pages of the file that they are read from.
     """
+    rates = plan.rates
     if RUNTIMES[name].library is not None:
         return ONNX_BYTES * rates.parameters
+    if by_layer:
+        return rates.largest_part_bytes / 2 * held_type(name, plan.source).itemsize
     if name == "fp32":
         return FP32_BYTES * rates.parameters
     return rates.weight_bytes if name in FLOAT else rates.weight_bytes + rates.checkpoint_bytes
 
 
 def _validated_hidden_bytes(plan: Planned, names: Sequence[str], tokens: int) -> float:
-    """The bytes of the hidden states of the runtimes `names` that go layer by layer, in two files each."""
-    in_torch = [name for name in names if name in WITHOUT_GRAPH]
-    options = replace(plan.options.validate, as_served=plan.evaluation.protocol.prompt)
-    if not in_torch or not go_by_layer(in_torch, lambda: plan.source, options, Notes(SILENT)):
-        return 0.0
-    numbers = sum(held_type(name, plan.source).itemsize for name in in_torch)
+    """The bytes of the hidden states of the runtimes `names` that torch runs layer by layer, in two files each."""
+    numbers = sum(held_type(name, plan.source).itemsize for name in names if name in WITHOUT_GRAPH)
     return float(2 * numbers * tokens * plan.rates.hidden)
 
 

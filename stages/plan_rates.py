@@ -6,6 +6,7 @@ are few. Where memory does not hold it, or it would take long to load, GEMMs alo
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import nn
 from ..calibrate.measure.measurement import Measurement, measure_in_memory
 from ..calibrate.measure.statistics import Corpus, ModelIdentity
 from ..calibrate.model.bf16_gemms import gemms_in_fp32
+from ..calibrate.model.decoder import NoChainError, find_layers
 from ..calibrate.model.memory import weight_bytes
 from ..calibrate.model.source import Source, load_model, meta_model
 from ..core.memory import release_memory
@@ -51,6 +53,8 @@ BESIDE_GEMMS = 1.5
 PROBE_OPERATIONS = 200_000_000_000
 #: Values a second that ONNX Runtime's CPU provider codes and decodes, on a thread.
 ONNX_CODED = 0.076e9
+#: The bytes of a number in FP32.
+FP32_BYTES = 4
 #: Memory of the libraries that later stages load, in bytes.
 LIBRARY_BYTES = 200_000_000
 #: The numbers that Python adds to tell its pace, and the seconds that this took on a quiet machine of two cores.
@@ -63,8 +67,9 @@ class Rates:
     """Seconds for a token: `plain` forward, `observed` with statistics, in `fp32`, through the `reference` and `onnx`,
     of `scoring` its logits, and of gathering `moments`; `scaling` a number of a weight, `compensated` all weights by
     GPTQ. `pace`: how much slower than a quiet machine this one runs Python. `inputs`: the widths of distinct inputs;
-    `window_bytes`: what a window takes beside the weights; `pass_values`: a token's in a pass forward and back;
-    `seeing`: seconds of the part that sees, for a token of a row with images.
+    `layer_bytes`, `outside_bytes`: of the largest decoder layer, and of what is in none, in BF16; `window_bytes`: what
+    a window takes beside the weights; `pass_values`: a token's in a pass forward and back; `seeing`: seconds of the
+    part that sees, for a token of a row with images.
     """
 
     plain: float
@@ -80,6 +85,8 @@ class Rates:
     load_seconds: float
     base_bytes: float
     weight_bytes: float
+    layer_bytes: float
+    outside_bytes: float
     window_bytes: float
     parameters: float
     numbers: float
@@ -95,6 +102,11 @@ class Rates:
     def checkpoint_bytes(self) -> float:
         """The bytes of the checkpoint: a byte for each number of a weight that is coded, and BF16 for the rest."""
         return self.weight_bytes - self.numbers
+
+    @property
+    def largest_part_bytes(self) -> float:
+        """The most that is in memory of a model that goes layer by layer."""
+        return max(self.layer_bytes, self.outside_bytes)
 
     def streamed_bytes(self, tokens: int) -> float:
         """The bytes of hidden states of so many tokens on the disk, where the model goes layer by layer."""
@@ -138,13 +150,16 @@ def measured_rates(
     times = [gemms[shape] for shape in shapes.values()]
     in_gemms = sum(gemm_time.bf16 for gemm_time in times)
     numbers = sum(map(weight_numbers, shapes.values()))
-    probe = Probe(BESIDE_GEMMS * in_gemms, BESIDE_GEMMS * in_gemms, 0.0, 0.0)
+    values, layers = pass_values(source), source.text_config.num_hidden_layers
+    window_bytes = FP32_BYTES * (values - vocabulary) / layers * collected.windows.shape[1]
+    probe = Probe(BESIDE_GEMMS * in_gemms, BESIDE_GEMMS * in_gemms, 0.0, window_bytes)
     if not stream and weights <= LOADED_BYTES:
         probe = probed(source, collected.windows, batch_size, device, numbers)
     rows = collected.images.all if collected.images else ()
     widths = tuple(shapes[name][1] for name in inputs)
     rounding = gptq_seconds([*shapes.values()], widths) if moments else 0.0
     fp32 = probe.plain + sum(gemm_time.fp32 - gemm_time.bf16 for gemm_time in times)
+    layer, outside = part_bytes(source)
     return Rates(
         plain=probe.plain,
         observed=probe.observed,
@@ -159,17 +174,35 @@ def measured_rates(
         load_seconds=probe.load,
         base_bytes=base + LIBRARY_BYTES,
         weight_bytes=weights,
+        layer_bytes=layer,
+        outside_bytes=outside,
         window_bytes=probe.window_bytes,
         parameters=weights / 2,
         numbers=numbers,
         inputs=widths,
-        layers=source.text_config.num_hidden_layers,
+        layers=layers,
         hidden=source.text_config.hidden_size,
         vocabulary=vocabulary,
-        pass_values=pass_values(source),
+        pass_values=values,
         seeing=seeing_products(source, rows) * BESIDE_GEMMS * in_gemms / numbers,
         streamed=stream,
     )
+
+
+def part_bytes(source: Source) -> tuple[int, int]:
+    """The bytes in BF16 of the largest decoder layer of the model in `source`, and of what is in none; all of the model
+    both times, where it is no list of layers.
+    """
+    model = meta_model(source)
+    parts: Counter[int | None] = Counter()
+    try:
+        index = find_layers(model, source).index
+    except NoChainError:
+        size = weight_bytes(source)
+        return size, size
+    for name, parameter in model.named_parameters():
+        parts[index(name)] += 2 * parameter.numel()
+    return max(size for layer, size in parts.items() if layer is not None), parts[None]
 
 
 def weight_numbers(shape: Shape) -> int:

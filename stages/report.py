@@ -6,31 +6,24 @@ Its stage `continue` lets BF16 and FP8 continue prompts from the evaluation text
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from ..core.errors import BackendError, InputError
 from ..core.files import write_document
 from ..core.run import Run
-from ..options import ContinueOptions, GenerateOptions, PageOptions, ReportOptions
-from ..validate.accuracy.continuations import Continuation, Continuations
+from ..options import ContinueOptions, PageOptions, ReportOptions
+from ..validate.accuracy.continuations import TOKENS
 from ..validate.report import report as page
 from ..validate.report.run_comparison import is_same_model
-from .corpus import load_tokens
-from .generate import compare_all
 from .pipeline.stage import CALIBRATE_MODULES, NO_FACTS, Key, Notes, needs
 from .pipeline.stages import CONTINUE, REPORT, ContinueFacts
 from .shared.model_files import fp8_files
 from .shared.opening import open_run
 
-#: Tokens of a prompt, and tokens of a continuation.
-PROMPT_TOKENS = 32
-TOKENS = 48
-
 
 def write_continuations(run: Run, options: ContinueOptions, notes: Notes) -> None:
     """Let both models continue some passages of the evaluation text, unless that is done.
 
-    Where the source model or its runtime is missing, a note says so, and the results of an earlier call stay.
+    Where the source model or its runtime is missing, or memory does not hold the model, a note says so, and the results
+    of an earlier call stay.
     """
     if not options.continuations or not run.evaluation.is_file():
         return
@@ -42,35 +35,16 @@ def write_continuations(run: Run, options: ContinueOptions, notes: Notes) -> Non
         return
     try:
         needs("calibrate", CALIBRATE_MODULES)
+        from .continuations import continued, too_much
+
+        if fault := too_much(run):
+            notes.note(f"no continuations: {fault}")
+            return
         with CONTINUE.writing(run, key, notes) as log:
-            write_document(run.continuations, _continued(run, options.continuations))
+            write_document(run.continuations, continued(run, options.continuations))
             log.outputs.append(run.continuations)
     except (BackendError, InputError) as error:
         notes.note(f"no continuations: {error}")
-
-
-def _continued(run: Run, count: int) -> Continuations:
-    from ..calibrate.model.tokenizer import stored_tokenizer
-
-    ids = load_tokens(run, run.evaluation)
-    length = min(PROMPT_TOKENS, len(ids))
-    starts = np.unique(np.linspace(0, len(ids) - length, count + 2).astype(np.int64)[1:-1])
-    tokenizer = stored_tokenizer(run.model)
-    prompts = [str(tokenizer.decode(ids[start : start + length], skip_special_tokens=True)) for start in starts]
-    answers = compare_all(run, prompts, GenerateOptions(max_tokens=TOKENS, runtime="reference"))
-    return Continuations(
-        tokens=TOKENS,
-        continuations=[
-            Continuation(
-                prompt=prompt,
-                bf16=answer.bf16.text,
-                fp8=answer.fp8.text,
-                common=answer.common,
-                parts_at=answer.parts_at,
-            )
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ],
-    )
 
 
 def report(run: Run, notes: Notes, options: ReportOptions) -> list[Path]:

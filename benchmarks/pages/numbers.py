@@ -9,7 +9,11 @@ KINDS, LENGTHS = ("normal", "one sign"), ("4096", "14336", "28672")
 #: The models with the largest losses, and the one on which `fp22` takes most of the gain of two terms.
 MODELS = ("demo", "llama", "opt")
 #: The model whose run is planned, by its directory.
-PLANNED = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M, one thread"}
+PLANNED = {
+    "smollm2": "SmolLM2-135M",
+    "gemma3": "Gemma 3 270M, one thread",
+    "qwen_coder": "Qwen2.5-Coder-1.5B, 16 windows, `--form one`, one thread",
+}
 
 
 def two_implementations() -> str:
@@ -97,7 +101,9 @@ def without_bf_units() -> str:
 def plans() -> str:
     """What `fp8q run` took of each model, and what it planned over that."""
     rows = []
-    results = load("plan")["results"] | load("plan_gemma3")["results"]
+    results: dict[str, Figures] = {}
+    for part in ("plan", "plan_gemma3", "plan_qwen_coder"):
+        results |= load(part)["results"]
     for name, figures in results.items():
         stages = figures["stages"].values()
         seconds = sum(stage["seconds"] for stage in stages)

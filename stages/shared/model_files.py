@@ -152,3 +152,17 @@ def may_change_card(run: Run) -> bool:
     of earlier versions are.
     """
     return str(run.card.relative_to(run.root)) not in run.record().stages["quantize"].outputs
+
+
+def source_path(run: Run) -> str:
+    """The directory of the run's source checkpoint; raises InputError when it is missing."""
+    path = run.record().model["path"]
+    if not Path(path).is_dir() and run.loaded_model.is_dir():
+        path = str(run.loaded_model)  # the run was moved, and its source with it
+    if not Path(path).is_dir():
+        raise InputError(
+            path,
+            f"the model that {run.root} was made of is no longer there",
+            "put it back, or calibrate again",
+        )
+    return path

@@ -41,6 +41,7 @@ from ...quantize.scales.cache_scales import bf16_attentions
 from ...quantize.scales.policy import ModelGemms, check_dynamic, check_layout, check_patterns, check_tail_length
 from ...quantize.scales.servers import graph_refusal
 from .adapters import adapters_of
+from .model_files import source_path
 
 #: Why GEMMs of experts stay that files have in one list with those of another module.
 NUMBERED_OTHERWISE = "an expert that files number behind those of another module, for which config.json has no pattern"
@@ -206,15 +207,7 @@ def source_of(run: Run) -> Source:
     Raises InputError when it is missing or changed.
     """
     model = run.record().model
-    path = model["path"]
-    if not Path(path).is_dir() and run.loaded_model.is_dir():
-        path = str(run.loaded_model)  # the run was moved, and its source with it
-    if not Path(path).is_dir():
-        raise InputError(
-            path,
-            f"the model that {run.root} was made of is no longer there",
-            "put it back, or calibrate again",
-        )
+    path = source_path(run)
     source = opened_as(path, model)
     if source.fingerprint != model["fingerprint"]:
         raise InputError(

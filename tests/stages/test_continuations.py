@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from fp8q.api import GenerateOptions, compare_answers
 from fp8q.core.reporter import SILENT
 from fp8q.options import ContinueOptions
+from fp8q.stages import generate
 from fp8q.stages import report as report_stage
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.validate.accuracy.continuations import Continuations, load_continuations
@@ -17,6 +19,7 @@ from fp8q.validate.report.report import report_continuations
 
 if TYPE_CHECKING:
     from fp8q.core.run import Run
+    from fp8q.serve.loop.generate import Generator
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +42,30 @@ def test_they_are_the_answers_of_generate(run: Run) -> None:
     before = run.continuations.stat().st_mtime_ns
     report_stage.write_continuations(run, ContinueOptions(2), notes)
     assert run.continuations.stat().st_mtime_ns == before
+
+
+def test_one_model_is_in_memory_at_a_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[weakref.ref[Generator]] = []
+    open_model = generate.open_model
+
+    def opening(run: Run, runtime: str, adapter: str | None) -> Generator:
+        assert all(each() is None for each in opened)
+        generator = open_model(run, runtime, adapter=adapter)
+        opened.append(weakref.ref(generator))
+        return generator
+
+    monkeypatch.setattr(generate, "open_model", opening)
+    answers = generate.compare_all(run, ["one two", "three"], GenerateOptions(max_tokens=2, runtime="reference"))
+    assert len(answers) == len(opened) == 2
+
+
+def test_what_memory_does_not_hold_is_left_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp8q.stages.measure.available_bytes", lambda device: 1_000_000)
+    notes = Notes(SILENT)
+    report_stage.write_continuations(run, ContinueOptions(3), notes)
+    assert notes.lines == [
+        "no continuations: the weights take 0.00695 GB in BF16, and 80% of the memory available is 0.0008 GB"
+    ]
 
 
 def test_without_the_source_or_its_libraries_a_note_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

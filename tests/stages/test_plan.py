@@ -1,6 +1,7 @@
 """`fp8q run` begins with a plan: its arithmetic, what stops behind it, and the disk that it asks for."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from fp8q import api
 from fp8q.calibrate.model import bf16_gemms
 from fp8q.calibrate.model.bf16_gemms import bf16_linear
+from fp8q.calibrate.model.memory import weight_bytes
 from fp8q.calibrate.model.source import open_source
 from fp8q.calibrate.text.evaluation import cut
 from fp8q.calibrate.text.image_rows import ImageRow
@@ -32,8 +34,9 @@ from fp8q.stages.shared.run_images import ImageRows
 SMALL: dict[str, Any] = {"samples": 4, "seq_len": 64, "batch_size": 2}
 RATES = Rates(
     plain=1.0, observed=2.0, fp32=3.0, reference=1.5, onnx=4.0, scoring=0.25, moments=0.5, scaling=0.01,
-    compensated=100.0, pace=2.0, load_seconds=5.0, base_bytes=1000, weight_bytes=200, window_bytes=10, parameters=100,
-    numbers=80, inputs=(3, 4), layers=2, hidden=4, vocabulary=10, pass_values=20, seeing=7.0, streamed=False,
+    compensated=100.0, pace=2.0, load_seconds=5.0, base_bytes=1000, weight_bytes=200, layer_bytes=30, outside_bytes=50,
+    window_bytes=10, parameters=100, numbers=80, inputs=(3, 4), layers=2, hidden=4, vocabulary=10, pass_values=20,
+    seeing=7.0, streamed=False,
 )  # fmt: skip
 
 
@@ -51,12 +54,13 @@ def planned(
     prompt: int | None = None,
     server: Any = None,
     images: ImageRows | None = None,
+    rates: Rates = RATES,
     **options: Any,
 ) -> dict[str, PlannedStage]:
     asked = RunOptions(calibrate=api.CalibrateOptions(batch_size=2, server=server, **options), validate=validate)
     evaluation = cut(np.zeros(16, np.int64), "b", 8, 8, prompt=prompt)
     outlook = Outlook(False, moments, False, options.get("keep_moments") is False)
-    plan = Planned(open_source(str(demo_checkpoint)), asked, collected(3, 16, images), evaluation, outlook, RATES)
+    plan = Planned(open_source(str(demo_checkpoint)), asked, collected(3, 16, images), evaluation, outlook, rates)
     return {stage.name: stage for stage in stages_of(plan)}
 
 
@@ -85,6 +89,24 @@ def test_the_memory_of_validating_is_that_of_the_reference_and_of_scoring(demo_c
     assert planned(demo_checkpoint, validate=alone)["validate"].memory == scored + 200
     wide = api.ValidateOptions(runtimes=("bf16", "fp32"))
     assert planned(demo_checkpoint, validate=wide)["validate"].memory == scored + 4 * 100
+
+
+def test_a_model_beyond_memory_is_planned_by_its_parts(demo_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder layer is in memory while it measures; what is in none is rounded and scored too. Nothing is decoded."""
+    monkeypatch.setattr("fp8q.stages.measure.available_bytes", lambda device: 100)
+    stages = planned(demo_checkpoint, rates=replace(RATES, streamed=True))
+    assert stages["calibrate"].memory == 1000 + 30 + 2 * 10
+    assert stages["scales and checkpoint"].memory == 1000 + 50
+    logits = 4 * 8 * open_source(str(demo_checkpoint)).text_config.vocab_size
+    assert stages["validate"].memory == 1000 + 50 + 4 * logits
+    assert (stages["report"].memory, stages["report"].seconds) == (1000, 2 * 8)
+
+
+def test_the_parts_of_a_model_are_its_layers_and_what_is_in_none(demo_checkpoint: Path) -> None:
+    source = open_source(str(demo_checkpoint))
+    layer, outside = plan_rates.part_bytes(source)
+    assert outside + source.text_config.num_hidden_layers * layer == weight_bytes(source)
+    assert outside > 2 * source.text_config.hidden_size * source.text_config.vocab_size
 
 
 def test_rows_with_images_take_the_time_of_the_part_that_sees_too(demo_checkpoint: Path) -> None:

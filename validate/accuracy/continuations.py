@@ -9,6 +9,10 @@ from html import escape
 from ...core.files import FirstSchema, Strict, read_document
 from ...core.run import Run
 
+#: Tokens of a prompt, and tokens of a continuation.
+PROMPT_TOKENS = 32
+TOKENS = 48
+
 
 class Continuation(Strict):
     """The answers of BF16 and FP8 to `prompt`; `common` is the text that they share, and `parts_at` the first token
