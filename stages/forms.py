@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..calibrate.measure.moments import DIAGONAL_TOKENS
 from ..calibrate.measure.statistics import load_record
 from ..calibrate.model.source import Source, load_model
 from ..calibrate.text.evaluation import prompt_of
@@ -41,7 +42,6 @@ from ..quantize.reference.fp8_model import load_reference
 from ..quantize.scales.decisions import load_scales
 from ..quantize.scales.servers import need_the_plugin
 from ..quantize.sensitivity.document import Sensitivity
-from ..quantize.weights.gptq import WEIGHED_SHRINKAGE
 from ..validate.accuracy.compare import BASELINE
 from ..validate.accuracy.decision import loss_in_words
 from ..validate.accuracy.document import Accuracy, load_accuracy
@@ -385,7 +385,7 @@ def _chosen_before(run: Run, key: Key[FormChoiceOptions, FormFacts]) -> dict[str
 
 def _key(run: Run, options: RunOptions) -> Key[FormChoiceOptions, FormFacts]:
     stages = run.record().stages
-    scales = QUANTIZE.dump(options.calibrate, QuantizeFacts(shrinkage=WEIGHED_SHRINKAGE))
+    scales = QUANTIZE.dump(options.calibrate, QuantizeFacts(shrinkage=DIAGONAL_TOKENS))
     digest = hashlib.sha256(json.dumps(scales, sort_keys=True).encode()).hexdigest()
     inputs = {"model": stages["measure"].inputs["model"], **stages["corpus"].outputs}
     asked = options.validate

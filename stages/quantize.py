@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from pydantic import TypeAdapter
 
-from ..calibrate.measure.moments import FIRST
+from ..calibrate.measure.moments import DIAGONAL_TOKENS, FIRST
 from ..calibrate.measure.statistics import Statistics, load_arrays, load_statistics
 from ..calibrate.model.gemms import attention_heads, observed_gemms, output_channel_axis, vision_gemms
 from ..calibrate.model.source import Source, meta_model
@@ -58,7 +58,7 @@ from ..quantize.weights.channels import (
     tensor_scales,
 )
 from ..quantize.weights.code_sources import CodeSource, GptqCodes, LearnedCodes, RoundedCodes, Rounding
-from ..quantize.weights.gptq import WEIGHED_SHRINKAGE, Compensations
+from ..quantize.weights.gptq import Compensations
 from ..quantize.weights.rounding_progress import CachedCodes, CodesOfAnyInput, Rounded
 from ..quantize.weights.sequential import SequentialRounding
 from ..quantize.weights.sequential_ranks import SentScaling, SequentialTask
@@ -192,11 +192,15 @@ def is_quantized(run: Run, source: Source, options: ScaleOptions, notes: Notes) 
 def rounding_key(run: Run, source: Source, options: ScaleOptions) -> Key[ScaleOptions, QuantizeFacts]:
     """The key of the codes that rounding gives, without any learned ones."""
     batch_size = run.options(MEASURE).batch_size if options.weight_rounding == "sequential" else None
-    shrinkage = WEIGHED_SHRINKAGE if options.weigh_first_token else None
     facts = QuantizeFacts(
-        adapters=fingerprints(source), batch_size=batch_size, shrinkage=shrinkage, tokenizer=source.tokenizer
+        adapters=fingerprints(source), batch_size=batch_size, shrinkage=_shrinkage(options), tokenizer=source.tokenizer
     )
     return Key(_inputs(run, options), options, facts)
+
+
+def _shrinkage(options: ScaleOptions) -> float | None:
+    """What the moments that GPTQ rounds by are shrunk for; None for other roundings."""
+    return DIAGONAL_TOKENS if options.weight_rounding == "gptq" else None
 
 
 def identity(key: Key[ScaleOptions, QuantizeFacts]) -> str:
@@ -486,7 +490,7 @@ def codes_key(run: Run, source: Source, options: ScaleOptions) -> dict[str, obje
         inputs |= stages["first-tokens"].outputs
     if options.weighs_outputs:
         inputs |= stages["outputs"].outputs
-    facts = QuantizeFacts(shrinkage=WEIGHED_SHRINKAGE if options.weigh_first_token else None)
+    facts = QuantizeFacts(shrinkage=_shrinkage(options))
     return {"inputs": inputs, "options": QUANTIZE.dump(options, facts), **arithmetic()}
 
 
@@ -505,7 +509,8 @@ def compensations_of(
     few = starved(statistics, options.min_expert_tokens)
     experts = statistics.record.experts or {}
     weights = load_first_tokens(run) if options.weigh_first_token else {}
-    return Compensations(moments, first, lost, few.keys(), experts, weights)
+    window = statistics.record.corpus.seq_len
+    return Compensations(moments, first, lost, few.keys(), experts, weights, window)
 
 
 def weight_scaling(source: Source, statistics: Statistics, scales: Scales, options: ScaleOptions) -> WeightScaling:

@@ -41,6 +41,8 @@ FIRST = ".first.npy"
 ADDED_ROWS = 512
 #: Sums of more bytes than these leave the process's memory once a batch is added, which takes a fifth longer.
 MAPPED_BYTES = 1 << 30
+#: The tokens of each channel that correlations are shrunk for.
+DIAGONAL_TOKENS = 3
 #: The dimensions of inputs whose first tokens are known: [windows, tokens, width].
 WINDOWS_OF_TOKENS = 3
 
@@ -284,19 +286,20 @@ def first_file(folder: Path, name: str) -> Path:
     return folder / f"{name}{FIRST}"
 
 
-def load_moments(folder: Path, name: str, first: float = 1.0, shrinkage: float = 0.0) -> torch.Tensor:
+def load_moments(folder: Path, name: str, first: float = 1.0, window: int | None = None) -> torch.Tensor:
     """Load the moments `name` into memory, float32 [width, width].
 
-    Where the first tokens of windows were stored apart, they are added `first` times, after the others' sums were
-    shrunk by `shrinkage`; other sums hold all tokens alike, and stay as they are.
+    Where the first tokens of windows were stored apart, they are added `first` times, after the sums of the others, so
+    many to a `window` with it, were shrunk by their `chance_share`; other sums hold all tokens alike, and stay as they
+    are. `window` None: nothing is shrunk.
     """
     path = moments_file(folder, name)
     with reading(path, "second moments"):
         moments = torch.from_numpy(np.load(path, allow_pickle=False))
     tokens = load_inputs(first_file(folder, name), "first tokens of windows")
     if tokens is not None:
-        if shrinkage:
-            shrink(moments, shrinkage)
+        if window is not None:
+            shrink(moments, chance_share((window - 1) * len(tokens), len(moments)))
         moments.addmm_(tokens.float().T, tokens.float(), alpha=first)
     return moments
 
@@ -319,6 +322,14 @@ def add_moments(folders: Sequence[Path], out: Path) -> None:
             rows = slice(start, start + ADDED_ROWS)
             total[rows] = np.sum([part[rows] for part in parts], axis=0, dtype=np.float64)
         total.flush()
+
+
+def chance_share(tokens: int, width: int) -> float:
+    """The share of the correlations of `width` channels that is taken for chance where `tokens` show them, 0 to 1: as
+    if `DIAGONAL_TOKENS` uncorrelated ones a channel had been seen besides (`docs/decisions/0131`).
+    """
+    known = DIAGONAL_TOKENS * width
+    return known / (known + tokens)
 
 
 def shrink(moments: torch.Tensor, shrinkage: float) -> torch.Tensor:

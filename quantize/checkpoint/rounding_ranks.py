@@ -51,12 +51,13 @@ class RoundingTask(Strict):
     lost: dict[str, float]
     experts: list[str]
     first_tokens: dict[str, float]
+    window: int | None
     axes: dict[str, Literal[0, 1]]
     shares: list[list[Group]]
 
     def compensations(self, moments: Path) -> Compensations:
         """Open the second moments in the folder `moments`."""
-        return Compensations(moments, self.first, self.lost, (), self.experts, self.first_tokens)
+        return Compensations(moments, self.first, self.lost, (), self.experts, self.first_tokens, self.window)
 
 
 def round_in_ranks(
@@ -81,6 +82,7 @@ def round_in_ranks(
         lost=dict(compensations.lost),
         experts=list(compensations.experts),
         first_tokens=dict(compensations.first_tokens),
+        window=compensations.window,
         axes=dict(axes),
         shares=assigned(costs, world.size),
     )

@@ -157,10 +157,8 @@ def descend_block(
 
 #: Share of H's mean diagonal that is added to its diagonal.
 DAMPING = 0.001
-#: Share of each correlation that is taken off where an expert's H is shrunk, and off those of all tokens but the first
-#: where that is weighed.
+#: Share of each correlation that is taken off where an expert's H is shrunk.
 EXPERT_SHRINKAGE = 0.3
-WEIGHED_SHRINKAGE = 0.1
 #: Values that are rounded together, at most: by one thread of the host, and on another device, where they take 20
 #: bytes each. They are whole output channels, as many whatever the number of threads is, since a descent ends for all
 #: of them at once.
@@ -351,20 +349,22 @@ class Compensations:
         unknown: Collection[str] = frozenset(),
         experts: Collection[str] = frozenset(),
         weights: Mapping[str, float] = MappingProxyType({}),
+        window: int | None = None,
     ):
         """Read moments from `folder`.
 
         `first`: module -> the first module of its group; `lost`: module -> the share of its input's energy that
         quantization loses; `unknown`: modules whose input saw too few tokens; `experts`: the names of the modules that
         hold a layer's experts; `weights`: module -> how often the first token of a window counts, once where it has
-        none. Beside a first token with a weight the moments of the other tokens are shrunk by `WEIGHED_SHRINKAGE`
-        (`docs/decisions/0082`).
+        none; `window`: the tokens of one, by whose number the moments of those behind the first are shrunk (None: they
+        are not).
         """
         self.folder = folder
         self.first = first
         self.lost = lost
         self.unknown = unknown
         self.first_tokens = weights
+        self.window = window
         self.experts = experts
         self._inside = tuple(f"{layer}." for layer in experts)
         self._of_group = lru_cache(maxsize=2)(self._load)  # shrunk ones are of one module, and read once
@@ -396,6 +396,8 @@ class Compensations:
 
     def _load(self, group: str, lost: float, first: float | None, device: str) -> Compensation:
         """Load and factor the moments of `group`, in which the first token counts `first` times; None: as others."""
-        weighed = {} if first is None else {"first": first, "shrinkage": WEIGHED_SHRINKAGE}
+        count = 1.0 if first is None else first
         # handed on without a name here, so that `compensation` can let go of it
-        return compensation(finite_moments(group, load_moments(self.folder, group, **weighed).to(device)), lost)
+        return compensation(
+            finite_moments(group, load_moments(self.folder, group, count, self.window).to(device)), lost
+        )

@@ -97,8 +97,8 @@ class OutputFacts(Strict):
 
 class QuantizeFacts(Strict):
     """Facts of a checkpoint. `batch_size`: windows that ran through a layer together, for sequential rounding;
-    `shrinkage`: of the moments beside first tokens that are weighed; `of_any_input`: a search's candidate, whose codes
-    may be for inputs in other forms; `tokenizer`: the one that is written.
+    `shrinkage`: the tokens of each channel that the moments of GPTQ are shrunk for; `of_any_input`: a search's
+    candidate, whose codes may be for inputs in other forms; `tokenizer`: the one that is written.
     """
 
     adapters: Fingerprints | None = None

@@ -21,7 +21,7 @@ from fp8q.quantize.scales.activation_scales import group_of
 from fp8q.quantize.scales.clip import lost_share
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.sensitivity import backward
-from fp8q.quantize.weights.gptq import WEIGHED_SHRINKAGE, compensation, gptq_codes
+from fp8q.quantize.weights.gptq import compensation, gptq_codes
 from fp8q.stages import gradients as stage
 from fp8q.stages import measure
 from fp8q.stages.gradients import FIRST_TOKENS_PASS, load_first_tokens
@@ -72,13 +72,14 @@ def test_first_tokens_enter_moments_as_often_as_their_weight(
     assert values[0] > 0
     assert values[12:].abs().max() < 1e-3 * values[0]
     assert float(first.trace()) < 0.5 * float(moments.trace())
+    window = load_record(equal).corpus.seq_len
     originals, groups = Weights(open_source(str(demo_checkpoint)).weight_files), group_of(load_record(equal).groups)
     for module in (INPUT, *(f"model.layers.1.self_attn.{part}_proj" for part in "qkv")):
         weight = originals.tensor(f"{module}.weight").to(torch.bfloat16)
         lost = lost_share(load_scales(weighed).activations[module].sqnr_db)
-        for run, first_weight, shrinkage in ((weighed, weights[module], WEIGHED_SHRINKAGE), (equal, 1.0, 0.0)):
+        for run, first_weight in ((weighed, weights[module]), (equal, 1.0)):
             codes, scale = (stored(run, f"{module}.{part}") for part in ("weight", "weight_scale"))
-            by_moments = compensation(load_moments(equal.moments, groups[module], first_weight, shrinkage), lost)
+            by_moments = compensation(load_moments(equal.moments, groups[module], first_weight, window), lost)
             assert torch.equal(codes.view(torch.uint8), gptq_codes(weight, scale[:, 0], by_moments).view(torch.uint8))
     assert checkpoint_digests(weighed) != checkpoint_digests(equal)
 

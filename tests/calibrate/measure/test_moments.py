@@ -50,9 +50,10 @@ def test_first_tokens_of_windows_are_added_as_often_as_their_weight(tmp_path: Pa
     weighed = [[4 * (1 + 9) + 25, 4 * 2 + 35], [4 * 2 + 35, 4 * 4 + 49 + 1]]
     assert load_moments(tmp_path, "a", first=4.0).tolist() == weighed
     assert load_moments(tmp_path, "a", first=0.0).tolist() == [[25, 35], [35, 49 + 1]]
-    shrunk = [[4 * (1 + 9) + 25, 4 * 2 + 0.5 * 35], [4 * 2 + 0.5 * 35, 4 * 4 + 49 + 1]]
-    assert load_moments(tmp_path, "a", first=4.0, shrinkage=0.5).tolist() == shrunk
-    assert load_moments(tmp_path, "flat", first=4.0, shrinkage=0.5).tolist() == every
+    left = 2 / (2 + 3 * 2)  # two tokens behind the first ones, and three that are uncorrelated for each of two channels
+    shrunk = [[4 * (1 + 9) + 25, 4 * 2 + left * 35], [4 * 2 + left * 35, 4 * 4 + 49 + 1]]
+    assert load_moments(tmp_path, "a", first=4.0, window=2).tolist() == shrunk
+    assert load_moments(tmp_path, "flat", first=4.0, window=2).tolist() == every
 
 
 def test_large_sums_leave_memory_once_a_batch_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -267,8 +267,8 @@ def test_moments_are_let_go_of_before_they_are_factored(tmp_path: Path, monkeypa
     held = list[weakref.ref[torch.Tensor]]()
     factored = list[bool]()
 
-    def loaded(folder: Path, name: str) -> torch.Tensor:
-        tensor = load_moments(folder, name)
+    def loaded(folder: Path, name: str, first: float, window: int | None) -> torch.Tensor:
+        tensor = load_moments(folder, name, first, window)
         held.append(weakref.ref(tensor))
         return tensor
 

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from fp8q import api
 from fp8q.calibrate.checkpoint.weights import Weights
 from fp8q.calibrate.measure.moments import FIRST, load_moments
+from fp8q.calibrate.measure.statistics import load_record
 from fp8q.calibrate.model.source import Source
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
@@ -60,7 +61,8 @@ def expected_codes(run: Run, source: Source, lost: float) -> torch.Tensor:
     groups = json.loads(run.statistics_json.read_text())["groups"]
     (first,) = (first for first, members in groups.items() if MODULE in members)
     assert not torch.equal(codes_of(run), encode(weight, scale).view(torch.uint8))
-    found = gptq_codes(weight, scale[:, 0], compensation(load_moments(run.moments, first), lost))
+    moments = load_moments(run.moments, first, window=load_record(run).corpus.seq_len)
+    found = gptq_codes(weight, scale[:, 0], compensation(moments, lost))
     return found.view(torch.uint8)
 
 

@@ -9,11 +9,12 @@ import torch
 from fp8q.api import CalibrateOptions, ExportOptions, TuneOptions, calibrate, tune
 from fp8q.calibrate.measure.held_out import input_name, load_held_out
 from fp8q.calibrate.measure.moments import load_moments
+from fp8q.calibrate.measure.statistics import load_record
 from fp8q.calibrate.model.gemms import output_channel_axis
 from fp8q.core.reporter import SILENT
 from fp8q.quantize.scales.clip import lost_share
 from fp8q.quantize.weights.channels import LEAST_HELD_OUT, gemm_error, nearest_codes
-from fp8q.quantize.weights.gptq import WEIGHED_SHRINKAGE, compensation, gptq_codes
+from fp8q.quantize.weights.gptq import compensation, gptq_codes
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.gradients import load_first_tokens
 from fp8q.stages.pipeline.stage import Notes
@@ -76,7 +77,8 @@ def test_first_tokens_are_weighed_for_other_weights(prepared: tuple[PredictedCan
     assert abs(weights[module] - 1) > 0.01
     weight, (codes, scale) = rows(found, module), stored(found, module)
     lost = lost_share(found.candidates.inputs["two_terms"][module].sqnr_db)
-    second_moments = load_moments(moments, found.candidates.first[module], weights[module], WEIGHED_SHRINKAGE)
+    window = load_record(found.run).corpus.seq_len
+    second_moments = load_moments(moments, found.candidates.first[module], weights[module], window)
     expected = gptq_codes(weight, scale, compensation(second_moments, lost))
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
 
