@@ -58,7 +58,7 @@ from ..quantize.weights.channels import (
     tensor_scales,
 )
 from ..quantize.weights.code_sources import CodeSource, GptqCodes, LearnedCodes, RoundedCodes, Rounding
-from ..quantize.weights.gptq import Compensations
+from ..quantize.weights.gptq import Compensations, MeasuredWindows
 from ..quantize.weights.rounding_progress import CachedCodes, CodesOfAnyInput, Rounded
 from ..quantize.weights.sequential import SequentialRounding
 from ..quantize.weights.sequential_ranks import SentScaling, SequentialTask
@@ -199,7 +199,7 @@ def rounding_key(run: Run, source: Source, options: ScaleOptions) -> Key[ScaleOp
 
 
 def _shrinkage(options: ScaleOptions) -> float | None:
-    """What the moments that GPTQ rounds by are shrunk for; None for other roundings."""
+    """The tokens of each channel that the moments of GPTQ are shrunk for; None for other roundings."""
     return DIAGONAL_TOKENS if options.weight_rounding == "gptq" else None
 
 
@@ -509,8 +509,8 @@ def compensations_of(
     few = starved(statistics, options.min_expert_tokens)
     experts = statistics.record.experts or {}
     weights = load_first_tokens(run) if options.weigh_first_token else {}
-    window = statistics.record.corpus.seq_len
-    return Compensations(moments, first, lost, few.keys(), experts, weights, window)
+    windows = MeasuredWindows(statistics.record.corpus.seq_len, weights)
+    return Compensations(moments, first, lost, few.keys(), experts, windows)
 
 
 def weight_scaling(source: Source, statistics: Statistics, scales: Scales, options: ScaleOptions) -> WeightScaling:

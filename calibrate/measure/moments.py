@@ -41,8 +41,9 @@ FIRST = ".first.npy"
 ADDED_ROWS = 512
 #: Sums of more bytes than these leave the process's memory once a batch is added, which takes a fifth longer.
 MAPPED_BYTES = 1 << 30
-#: The tokens of each channel that correlations are shrunk for.
+#: The tokens of each channel that correlations are shrunk for, and the share that is taken off whatever the tokens are.
 DIAGONAL_TOKENS = 3
+LEAST_SHARE = 0.1
 #: The dimensions of inputs whose first tokens are known: [windows, tokens, width].
 WINDOWS_OF_TOKENS = 3
 
@@ -326,10 +327,11 @@ def add_moments(folders: Sequence[Path], out: Path) -> None:
 
 def chance_share(tokens: int, width: int) -> float:
     """The share of the correlations of `width` channels that is taken for chance where `tokens` show them, 0 to 1: as
-    if `DIAGONAL_TOKENS` uncorrelated ones a channel had been seen besides (`docs/decisions/0131`).
+    if `DIAGONAL_TOKENS` uncorrelated ones a channel had been seen besides, and `LEAST_SHARE` at least
+    (`docs/decisions/0131`).
     """
     known = DIAGONAL_TOKENS * width
-    return known / (known + tokens)
+    return max(LEAST_SHARE, known / (known + tokens))
 
 
 def shrink(moments: torch.Tensor, shrinkage: float) -> torch.Tensor:

@@ -27,7 +27,7 @@ from ...calibrate.ranks.world import FileChannel, World
 from ...core.errors import Fp8qError
 from ...core.files import Strict
 from ..weights.code_sources import FloatWeight, GptqCodes
-from ..weights.gptq import Compensations
+from ..weights.gptq import Compensations, MeasuredWindows
 from ..weights.rounding_progress import CachedCodes
 from ..weights.sequential_ranks import SentScaling
 from .narrowing import Narrowing
@@ -57,7 +57,9 @@ class RoundingTask(Strict):
 
     def compensations(self, moments: Path) -> Compensations:
         """Open the second moments in the folder `moments`."""
-        return Compensations(moments, self.first, self.lost, (), self.experts, self.first_tokens, self.window)
+        return Compensations(
+            moments, self.first, self.lost, (), self.experts, MeasuredWindows(self.window, self.first_tokens)
+        )
 
 
 def round_in_ranks(
@@ -81,8 +83,8 @@ def round_in_ranks(
         first=dict(compensations.first),
         lost=dict(compensations.lost),
         experts=list(compensations.experts),
-        first_tokens=dict(compensations.first_tokens),
-        window=compensations.window,
+        first_tokens=dict(compensations.windows.first),
+        window=compensations.windows.tokens,
         axes=dict(axes),
         shares=assigned(costs, world.size),
     )

@@ -44,11 +44,11 @@ error never grows. The price is a GEMM of H and the weights for each pass: twice
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 
 import torch
 
@@ -335,6 +335,16 @@ def round_block(left: torch.Tensor, values: torch.Tensor, factor: torch.Tensor, 
     left.copy_(errors)
 
 
+@dataclass(frozen=True)
+class MeasuredWindows:
+    """The windows that second moments are of: the `tokens` of one, by whose number the moments of those behind the
+    first are shrunk (None: they are not), and module -> how often its `first` one counts, once where it has none.
+    """
+
+    tokens: int | None = None
+    first: Mapping[str, float] = field(default_factory=dict)
+
+
 class Compensations:
     """Loads and factors the second moments of a run's modules.
 
@@ -348,23 +358,19 @@ class Compensations:
         lost: Mapping[str, float],
         unknown: Collection[str] = frozenset(),
         experts: Collection[str] = frozenset(),
-        weights: Mapping[str, float] = MappingProxyType({}),
-        window: int | None = None,
+        windows: MeasuredWindows = MeasuredWindows(),
     ):
         """Read moments from `folder`.
 
         `first`: module -> the first module of its group; `lost`: module -> the share of its input's energy that
         quantization loses; `unknown`: modules whose input saw too few tokens; `experts`: the names of the modules that
-        hold a layer's experts; `weights`: module -> how often the first token of a window counts, once where it has
-        none; `window`: the tokens of one, by whose number the moments of those behind the first are shrunk (None: they
-        are not).
+        hold a layer's experts; `windows`: that the moments are of.
         """
         self.folder = folder
         self.first = first
         self.lost = lost
         self.unknown = unknown
-        self.first_tokens = weights
-        self.window = window
+        self.windows = windows
         self.experts = experts
         self._inside = tuple(f"{layer}." for layer in experts)
         self._of_group = lru_cache(maxsize=2)(self._load)  # shrunk ones are of one module, and read once
@@ -375,7 +381,7 @@ class Compensations:
         """
         if module in self.unknown:
             return None
-        return self._of_group(self.first.get(module, module), self.lost[module], self.first_tokens.get(module), device)
+        return self._of_group(self.first.get(module, module), self.lost[module], self.windows.first.get(module), device)
 
     def shrunk(self, module: str, device: str = "cpu") -> Compensation | None:
         """The compensation by shrunk moments of an expert's `module` whose moments are of the expert's tokens alone;
@@ -399,5 +405,5 @@ class Compensations:
         count = 1.0 if first is None else first
         # handed on without a name here, so that `compensation` can let go of it
         return compensation(
-            finite_moments(group, load_moments(self.folder, group, count, self.window).to(device)), lost
+            finite_moments(group, load_moments(self.folder, group, count, self.windows.tokens).to(device)), lost
         )
