@@ -116,13 +116,8 @@ BY_HAND: Mapping[str, str] = {
     "weight_levers_outputs_gemma3": (
         "weight_levers.py gemma3 --rows '^(gptq, weighed|output side$)' --windows 24 --runs build/runs"
     ),
-    "weight_levers_qwen_coder": (
-        "weight_levers.py qwen_coder --rows '^(nearest|exact$)' --samples 16 --runs build/runs"
-    ),
-    "served_forms_qwen_coder": (
-        "served_forms.py qwen_coder --rows '^(ModelOpt|llm|fp8q, (.*nearest|(one|dynamic|tail:64|two|bf16), "
-        "(gptq|--preset)))' --samples 16 --runs build/runs"
-    ),
+    "weight_levers_qwen_coder": "weight_levers.py qwen_coder --rows '^(nearest|exact$)' --samples 16 --runs build/runs",
+    "weight_levers_shrunk": "weight_levers.py smollm2 --rows '^(gptq, weighed|exact$)' --runs build/runs",
     "weight_levers_learned": "weight_levers.py smollm2 --rows '^output side, exact' --runs build/runs",
     "weight_levers_most": "weight_levers.py smollm2 --rows '^every.*s$' --runs build/runs",
     "real_models_smollm2": "real_models.py smollm2 --rows '^(?!.*sequential)'",
@@ -167,7 +162,6 @@ PEERS = (
     "real_models_gemma3",
     "served_forms",
     "served_forms_gemma3",
-    "served_forms_qwen_coder",
 )
 #: Part of `PEERS` -> the arguments that leave the peer's rows as they are.
 WITHOUT_PEER: Mapping[str, Sequence[str]] = {"accuracy": ("--again", f"^(?!{re.escape(COMPRESSOR)})")}

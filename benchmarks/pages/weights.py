@@ -1,6 +1,6 @@
 """The tables of docs/weights.md: what choosing and rounding weights gives, and takes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from markdown import MEGABYTE, Figures, gigabytes, load, table
@@ -106,6 +106,38 @@ def output_side() -> str:
     )
 
 
+#: A model and the windows of its calibration -> the result whose rows have their correlations shrunk, and that of the
+#: same rows before, where there is one.
+SHRUNK: Mapping[str, tuple[str, str | None]] = {
+    "SmolLM2-135M": ("weight_levers_shrunk", "weight_levers_outputs_exact"),
+    "Qwen2.5-Coder-1.5B": ("weight_levers_qwen_coder", None),
+}
+
+
+def shrunk() -> str:
+    """What is left of the loss of weights where GPTQ's correlations are shrunk by how many tokens show them."""
+    cells = []
+    for model, (result, earlier) in SHRUNK.items():
+        windows = load(result)["samples"]
+        rows, before = _rows_of([result]), _rows_of([earlier]) if earlier else {}
+        for name, row in rows.items():
+            known = before.get(name, {})
+            cells.append(
+                [
+                    model,
+                    LEVER_TITLES[name].replace("64 windows", f"{windows} windows"),
+                    f"{known['kl_mean_micronats']:,.0f}" if known else "",
+                    kl(row),
+                    f"{row['kl_over_bf16']:.2f}" if "kl_over_bf16" in row else "",
+                    f"{row['kl_median_micronats']:,.0f}",
+                    perplexity(row),
+                    flips(row),
+                ]
+            )
+    head = ["model", "weights", "KL × 10⁶ before", "KL × 10⁶", "over BF16's", "median", "perplexity", "flips"]
+    return table(head, cells)
+
+
 def output_side_codes() -> str:
     """The share of codes that the output side changes, by kind of GEMM."""
     rows = []
@@ -180,5 +212,6 @@ def _sized(name: str, found: Figures) -> str:
 
 TABLES = (weights_alone,)
 LEVER_TABLES = (weight_levers,)
+SHRUNK_TABLES = (shrunk,)
 OUTPUT_TABLES = (output_side, output_side_codes)
 SECOND_TABLES = (weight_seconds, weight_shapes, sequential_memory)
