@@ -30,6 +30,7 @@ In the order of work:
     sensitivity      the loss that each tensor causes alone
     tune             the cheapest mix within a budget of loss, and the run made anew with it
     bench            the time of answers, in each precision and of other runs
+    continuations    the passages that FP8 and BF16 go on from, one model in memory after the other
     report           the run as a page and a notebook, compared with other runs, with continuations of the same prompts
 
 They write nothing into a run:
