@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..calibrate.measure.moments import DIAGONAL_TOKENS
+from ..calibrate.measure.moments import SHRINKAGE
 from ..calibrate.measure.statistics import load_record
 from ..calibrate.model.source import Source, load_model
 from ..calibrate.text.evaluation import prompt_of
@@ -385,7 +385,7 @@ def _chosen_before(run: Run, key: Key[FormChoiceOptions, FormFacts]) -> dict[str
 
 def _key(run: Run, options: RunOptions) -> Key[FormChoiceOptions, FormFacts]:
     stages = run.record().stages
-    scales = QUANTIZE.dump(options.calibrate, QuantizeFacts(shrinkage=DIAGONAL_TOKENS))
+    scales = QUANTIZE.dump(options.calibrate, QuantizeFacts(shrinkage=SHRINKAGE))
     digest = hashlib.sha256(json.dumps(scales, sort_keys=True).encode()).hexdigest()
     inputs = {"model": stages["measure"].inputs["model"], **stages["corpus"].outputs}
     asked = options.validate

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from pydantic import TypeAdapter
 
-from ..calibrate.measure.moments import DIAGONAL_TOKENS, FIRST
+from ..calibrate.measure.moments import FIRST, SHRINKAGE
 from ..calibrate.measure.statistics import Statistics, load_arrays, load_statistics
 from ..calibrate.model.gemms import attention_heads, observed_gemms, output_channel_axis, vision_gemms
 from ..calibrate.model.source import Source, meta_model
@@ -198,9 +198,9 @@ def rounding_key(run: Run, source: Source, options: ScaleOptions) -> Key[ScaleOp
     return Key(_inputs(run, options), options, facts)
 
 
-def _shrinkage(options: ScaleOptions) -> float | None:
-    """The tokens of each channel that the moments of GPTQ are shrunk for; None for other roundings."""
-    return DIAGONAL_TOKENS if options.weight_rounding == "gptq" else None
+def _shrinkage(options: ScaleOptions) -> tuple[float, float] | None:
+    """Return how the moments of GPTQ are shrunk; None for other roundings."""
+    return SHRINKAGE if options.weight_rounding == "gptq" else None
 
 
 def identity(key: Key[ScaleOptions, QuantizeFacts]) -> str:

@@ -44,6 +44,8 @@ MAPPED_BYTES = 1 << 30
 #: The tokens of each channel that correlations are shrunk for, and the share that is taken off whatever the tokens are.
 DIAGONAL_TOKENS = 3
 LEAST_SHARE = 0.1
+#: Both, as the keys of codes have them.
+SHRINKAGE = (DIAGONAL_TOKENS, LEAST_SHARE)
 #: The dimensions of inputs whose first tokens are known: [windows, tokens, width].
 WINDOWS_OF_TOKENS = 3
 

@@ -44,9 +44,9 @@ class ModelGemms:
         return [name for name in self.names if name in self.vision]
 
 
-#: Calibration tokens for each number of an input that second moments need, about: with five, GPTQ gained nothing on
-#: SmolLM2's widest inputs (decision 72); with four it left Gemma 3 a fifth more loss than with sixteen
-#: (`benchmarks/weight_levers.py`).
+#: Calibration tokens for each number of an input that second moments need, about. Before correlations were shrunk
+#: (decision 131), GPTQ gained nothing on SmolLM2's widest inputs with five (decision 72), and with four it left Gemma 3
+#: a fifth more loss than with sixteen (`benchmarks/weight_levers.py`).
 TOKENS_AN_INPUT = 6
 
 
@@ -71,8 +71,8 @@ class WantedTokens:
         if (tokens := windows * seq_len) >= self.tokens:
             return None
         return (
-            f"{tokens:,} calibration tokens are few for inputs of {self.width:,} numbers, as that of {self.module}: on "
-            f"other text such codes may lose more than the nearest; --samples {self.windows(seq_len)} takes the "
+            f"{tokens:,} calibration tokens are few for inputs of {self.width:,} numbers, as that of {self.module}: "
+            f"codes fit other text less than they could; --samples {self.windows(seq_len)} takes the "
             f"{self.tokens:,} that they want"
         )
 

@@ -97,13 +97,13 @@ class OutputFacts(Strict):
 
 class QuantizeFacts(Strict):
     """Facts of a checkpoint. `batch_size`: windows that ran through a layer together, for sequential rounding;
-    `shrinkage`: the tokens of each channel that the moments of GPTQ are shrunk for; `of_any_input`: a search's
-    candidate, whose codes may be for inputs in other forms; `tokenizer`: the one that is written.
+    `shrinkage`: how the moments of GPTQ are shrunk, which is `SHRINKAGE`; `of_any_input`: a search's candidate, whose
+    codes may be for inputs in other forms; `tokenizer`: the one that is written.
     """
 
     adapters: Fingerprints | None = None
     batch_size: int | None = None
-    shrinkage: float | None = None
+    shrinkage: tuple[float, float] | None = None
     of_any_input: bool | None = None
     tokenizer: TokenizerChoice = "file"
 

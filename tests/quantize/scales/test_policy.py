@@ -48,8 +48,7 @@ def test_second_moments_of_few_tokens_are_warned_of() -> None:
     assert few_tokens_note(gemms, ScaleOptions(weight_rounding="nearest"), 1, 10) is None
     assert few_tokens_note(gemms, sequential, 35, 256) == (
         "--weight-rounding sequential: 8,960 calibration tokens are few for inputs of 1,536 numbers, as that of "
-        "l.0.mlp.down_proj: on other text such codes may lose more than the nearest; --samples 36 takes the 9,216 that "
-        "they want"
+        "l.0.mlp.down_proj: codes fit other text less than they could; --samples 36 takes the 9,216 that they want"
     )
     left_in_bf16 = replace(gptq, skip=("*.down_proj",))
     assert few_tokens_note(gemms, left_in_bf16, 14, 256) is None, "six times 576 are 3,456"

@@ -125,8 +125,8 @@ def test_a_rare_octave_alone_asks_for_more_text_and_says_so() -> None:
 
 
 FEW = (
-    "64 calibration tokens are few for inputs of 16 numbers, as that of a: on other text such codes may lose more than "
-    "the nearest; --samples 12 takes the 96 that they want"
+    "64 calibration tokens are few for inputs of 16 numbers, as that of a: codes fit other text less than they could; "
+    "--samples 12 takes the 96 that they want"
 )
 ENOUGH = (
     "enough text: the next window exceeds a tensor's clip by more than rounding costs with a probability of 0 (limit "
