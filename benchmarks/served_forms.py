@@ -88,6 +88,7 @@ OWN: Mapping[str, tuple[str, str]] = {
     "tail:64, gptq": (GPTQ, "tail"),
     "two, gptq": (GPTQ, "two codes"),
     "bf16, gptq": (GPTQ, "exact"),
+    "tail:64, --preset exact": (EXACT, "tail"),
     "bf16, --preset exact": (EXACT, "exact"),
 }
 #: Weights that second moments round.
@@ -155,7 +156,7 @@ class ServedRows:
         """The model with `weights`, and `inputs` coded by a name of `OWN`."""
 
         def static(form: Form) -> dict[str, Any]:
-            return {module: static_input(scale.with_form(form)) for module, scale in self.activations.items()}
+            return {module: static_input(self.activations[module].with_form(form)) for module in weights}
 
         if inputs == "exact":
             return quantized(self.source, weights, {})
@@ -164,8 +165,7 @@ class ServedRows:
         if inputs == "two codes":
             return quantized(self.source, weights, static(TWO))
         if inputs == "tail":
-            tails = {module: tail_input(scale) for module, scale in self.activations.items()}
-            return quantized(self.source, weights, tails)
+            return quantized(self.source, weights, {module: tail_input(self.activations[module]) for module in weights})
         if inputs == "token":
             return quantized(self.source, weights, dict.fromkeys(weights, dynamic_input))
         groups = partial(group_values, powers=inputs == "power-of-two groups")
