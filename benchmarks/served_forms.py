@@ -8,7 +8,7 @@ emulated, by what vLLM 0.33 does with a checkpoint when it loads it:
 
 - One scale for a whole weight: vLLM and SGLang make one GEMM of q, k and v, and one of gate and up, under the largest
   scale, and round codes again by way of FP16 (`requantize_with_max_scale`). fp8q's have one scale from the start;
-  ModelOpt's and llm-compressor's lose once more.
+  ModelOpt's and llm-compressor's lose once more; `as written`, ModelOpt's do not.
 - Blocks: on Hopper and Blackwell scales become powers of two and codes are rounded again (DeepGEMM), and inputs have
   such scales; `FP32 scales` is what Ada and transformers compute. llm-compressor's are rescaled by `fp8q convert`.
 - MXFP8, which fp8q does not write: exponents rounded up, as Blackwell's conversion has them (`mxfp8.py`).
@@ -24,6 +24,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,7 @@ OWN: Mapping[str, tuple[str, str]] = {
 }
 #: Weights that second moments round.
 BY_MOMENTS = (GPTQ, TENSOR_GPTQ, BLOCK_GPTQ, EXACT)
+MODELOPT_WRITTEN = f"{MODELOPT}, as written"
 COMPRESSOR, COMPRESSOR_DYNAMIC = "llm-compressor FP8", "llm-compressor FP8_DYNAMIC"
 COMPRESSOR_BLOCK, COMPRESSOR_BLOCK_FP32 = "llm-compressor FP8_BLOCK", "llm-compressor FP8_BLOCK, FP32 scales"
 MX = "MXFP8"
@@ -131,7 +133,10 @@ class ServedRows:
 
     def makers(self, python: str | None) -> dict[str, Callable[[], nn.Module]]:
         """Row -> a function that makes its model; `python`: the interpreter that has llm-compressor."""
-        rows: dict[str, Callable[[], nn.Module]] = {MODELOPT: self._modelopt}
+        rows: dict[str, Callable[[], nn.Module]] = {
+            MODELOPT: lambda: self._static(self._modelopt()),
+            MODELOPT_WRITTEN: lambda: self._as_written(self._modelopt()),
+        }
         if python:
             rows |= {
                 COMPRESSOR: lambda: self._static(self._compressed(python, "FP8")),
@@ -171,12 +176,16 @@ class ServedRows:
         groups = partial(group_values, powers=inputs == "power-of-two groups")
         return quantized(self.source, weights, dict.fromkeys(weights, groups))
 
+    def _as_written(self, stored: StoredCodes) -> nn.Module:
+        """One scale for each weight and each input."""
+        inputs = {module: scaled_input(scale) for module, scale in stored.input_scales.items()}
+        return quantized(self.source, stored.weights, inputs)
+
     def _static(self, stored: StoredCodes) -> nn.Module:
         """One scale for each weight and each input, as vLLM loads them."""
-        inputs = {module: scaled_input(scale) for module, scale in stored.input_scales.items()}
-        return quantized(self.source, joined_again(stored.weights, stored.scales), inputs)
+        return self._as_written(replace(stored, weights=joined_again(stored.weights, stored.scales)))
 
-    def _modelopt(self) -> nn.Module:
+    def _modelopt(self) -> StoredCodes:
         """ModelOpt's weights and inputs under its scales, which are amax / 448 in FP32."""
         model, _ = modelopt(str(self.runs.directory), self.windows, set(self.activations), torch.float32)
         weight_scales = dict[str, float]()
@@ -190,7 +199,7 @@ class ServedRows:
             scale = torch.tensor([weight_scales[module]])
             return code_values(self._weight(module), scale) * scale
 
-        return self._static(StoredCodes(LazyWeights(weight_scales, coded), weight_scales, input_scales))
+        return StoredCodes(LazyWeights(weight_scales, coded), weight_scales, input_scales)
 
     def _mx(self) -> nn.Module:
         weights = LazyWeights(self.activations, lambda module: mx_values(self._weight(module), up=True))
