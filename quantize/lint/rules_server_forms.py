@@ -101,7 +101,7 @@ def _modelopt(served: Served) -> Broken:
             fault = (
                 f"says a scale a {group.scheme.weights} and --form {kind}, which {served.title} refuses in this form"
             )
-            yield declared.source.name, f"{fault}; write it by `fp8q scales RUN --layout compressed-tensors`"
+            yield declared.source.name, f"{fault}; write it by --layout compressed-tensors of fp8q scales or convert"
             return
 
 
@@ -277,7 +277,7 @@ def blocks_rounded_again(served: Served) -> Broken:
         where = "on Hopper and Blackwell" if served.server == "vllm" else "on Blackwell"
         more = f"and {len(again) - 1:,} more are" if len(again) > 1 else "is"
         fault = f"{more} no powers of two, to which {served.title} rounds them {where}, and the codes a second time"
-        yield again[0], f"{fault}; write them so by `fp8q convert CHECKPOINT --form block`"
+        yield again[0], f"{fault}; write them so by `fp8q convert CHECKPOINT --out DIR --form block`"
 
 
 @server_rule(

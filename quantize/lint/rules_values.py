@@ -124,9 +124,9 @@ def expert_apart(checkpoint: Checkpoint) -> Broken:
 
 @checkpoint_rule("C134", "scale-in-fp16", "warning")
 def scale_in_fp16(checkpoint: Checkpoint) -> Broken:
-    """In ModelOpt's layout with one scale a tensor, none is under 2^-17: TensorRT Edge-LLM 0.11 reads that layout, and
-    holds scales in FP16. From 2^-17 on FP16 has every BF16 number; below, scales become multiples of 2^-24, up to 2^-25
-    zero, and all values of the tensor others.
+    """In ModelOpt's layout with one scale a tensor, FP16 has those under 2^-17: TensorRT Edge-LLM 0.11 reads it,
+    and holds scales in FP16. From 2^-17 on FP16 has every BF16 number; below, scales become multiples of 2^-24, up to
+    2^-25 zero, and all values of the tensor others.
     """
     granularities = {codes.scheme.weights for codes in checkpoint.codes.values()}
     if checkpoint.declared.form != "modelopt" or "tensor" not in granularities:
@@ -134,6 +134,7 @@ def scale_in_fp16(checkpoint: Checkpoint) -> Broken:
     for kind in ("weight", "input", "cache"):
         for name, values in _values(checkpoint, kind):
             positive = _positive(values)
-            if positive.size and (scale := float(positive.min())) < LEAST_IN_FP16:
+            others = positive[positive.astype(np.float16) != positive]
+            if others.size and (scale := float(others.min())) < LEAST_IN_FP16:
                 fault = f"is {scale:.3g}, under 2^-17: TensorRT Edge-LLM holds it in FP16, as {np.float16(scale):.3g}"
                 yield name, f"{fault}; leave the module in BF16, or take another server"

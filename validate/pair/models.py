@@ -187,7 +187,7 @@ def by_transformers(path: Path, device: str) -> CandidateLoading:
     which other form it gets it.
     """
     config = read_json(path / "config.json")
-    if (quantization_of(path, config) or "").startswith(MODELOPT.form):
+    if _is_modelopts(path):
         return CandidateLoading(loaded_by="transformers", note=IN_OTHER_FORM)
     quantization = config.get("quantization_config")
     in_blocks = isinstance(quantization, dict) and quantization.get("quant_method") == BLOCKS
@@ -195,6 +195,11 @@ def by_transformers(path: Path, device: str) -> CandidateLoading:
         reason = "transformers multiplies FP8 blocks on a GPU alone, and dequantizes them here"
         return CandidateLoading(loaded_by="transformers", note=f"{reason}: {WEIGHTS_ALONE}")
     return CandidateLoading(loaded_by="transformers")
+
+
+def _is_modelopts(path: Path) -> bool:
+    """Tell whether the checkpoint in `path` says that ModelOpt wrote it."""
+    return (quantization_of(path, read_json(path / "config.json")) or "").startswith(MODELOPT.form)
 
 
 def _dequantized(path: Path, device: str, refused: Fp8qError) -> torch.nn.Module:
@@ -207,11 +212,13 @@ def _dequantized(path: Path, device: str, refused: Fp8qError) -> torch.nn.Module
 
 
 def dequantizable(path: Path, refused: Fp8qError) -> Source:
-    """Open a checkpoint whose codes fp8q dequantizes; raise `refused` for any other."""
+    """Open a checkpoint whose codes fp8q dequantizes; raise `refused` for any other, but for one of ModelOpt's what is
+    wrong with it: transformers reads none of them.
+    """
     try:
         source = open_source(str(path), fingerprinted=False, recognize=recognize)
-    except (InputError, BackendError):
-        raise refused from None
+    except (InputError, BackendError) as error:
+        raise (error if _is_modelopts(path) else refused) from None
     if source.coding is None:
         raise refused from None
     return source

@@ -374,6 +374,13 @@ def test_a_layer_whose_experts_are_split_is_told_of_once_and_one_all_of_whose_ex
     assert checkpoint_findings(it.folder)[1] == []
 
 
+def test_a_small_scale_that_fp16_has_is_not_told_of(damaged: Callable[[str], Damaged]) -> None:
+    it = damaged("modelopt")
+    it.tensors[f"{O}.weight_scale"] = torch.tensor(116 * 2.0**-24)
+    it.save()
+    assert "C134" not in {finding.rule for finding in checkpoint_findings(it.folder)[1]}
+
+
 def test_every_rule_has_a_case_in_every_form_that_can_break_it() -> None:
     assert {case.number for case in CASES.values()} == set(RULES)
 

@@ -75,7 +75,7 @@ def test_sglang_takes_static_scales_of_modelopts_form_alone(demo_checkpoint: Pat
     (finding,) = SERVER_RULES.findings(open_served(dynamic, "sglang", None))
     assert str(finding) == (
         "S111 form-refused: hf_quant_config.json: says a scale a channel and --form dynamic, which SGLang refuses in "
-        "this form; write it by `fp8q scales RUN --layout compressed-tensors`"
+        "this form; write it by --layout compressed-tensors of fp8q scales or convert"
     )
     static = fp8_checkpoints.modelopt(demo_checkpoint, tmp_path / "static")
     taken: list[tuple[Path, CheckpointServer]] = [

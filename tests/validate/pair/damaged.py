@@ -112,6 +112,13 @@ def as_modelopt_blocks(tensors: Tensors, path: Path) -> None:
     declare_modelopt(path, "FP8_PB_WO", None)
 
 
+def as_modelopt_that_contradicts(tensors: Tensors, path: Path) -> None:
+    """Declare one thing in config.json, and another in ModelOpt's own file."""
+    as_modelopt(tensors, path)
+    said = {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "ignore": ["lm_head"]}
+    edit_json(path / "config.json", lambda fields: fields.update(quantization_config=said))
+
+
 def declare_modelopt(path: Path, algorithm: str, cache: str | None) -> None:
     """Write hf_quant_config.json, and nothing into config.json."""
     quantization = {"quant_algo": algorithm, "kv_cache_quant_algo": cache, "exclude_modules": ["lm_head"]}

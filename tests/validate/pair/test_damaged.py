@@ -343,6 +343,11 @@ def test_modelopts_own_export_is_read(compared: Compare, demo_checkpoint: Path, 
     assert comparison.modules[0].error < 0.2  # of inputs too, scaled by few tokens
 
 
+def test_a_modelopt_checkpoint_that_contradicts_itself_is_named(compared: Compare) -> None:
+    with pytest.raises(InputError, match="config.json: says quant_algo FP8_PER_CHANNEL_PER_TOKEN, and hf_quant_config"):
+        compared(damaged.as_modelopt_that_contradicts)
+
+
 def test_blocks_of_modelopt_are_dequantized_with_a_note(compared: Compare) -> None:
     """Their inputs are BF16 to ModelOpt, and no block of theirs need be of 128."""
     comparison = compared(damaged.as_modelopt_blocks, max_ppl_increase=0.05)
