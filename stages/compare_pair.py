@@ -48,7 +48,6 @@ from ..validate.accuracy.compare import (
 from ..validate.accuracy.decision import decide
 from ..validate.accuracy.divergence import TOP1, kl_from
 from ..validate.accuracy.document import KL, Accuracy, Estimate
-from ..validate.endpoint.transformers_loader import TransformersLoader
 from ..validate.pair.causes import Facts, causes_of, check_files
 from ..validate.pair.checkpoint_chain import CheckpointChain, LayerMatrices, check_streamed_form
 from ..validate.pair.document import (
@@ -68,9 +67,11 @@ from ..validate.pair.models import (
     check_directory,
     check_same_shape,
     check_same_tokens,
+    coded_original,
     dequantizable,
     identify,
     load_candidate,
+    load_original,
     missing_weights,
     tokenizer_of,
     weight_headers,
@@ -259,7 +260,7 @@ def _compared_by_layer(pair: CheckpointPair, work: WorkFolder, vocabulary: int) 
         stream.run(pair.progress)
         with stream.openers() as openers:
             outcome = _outcome(pair, openers, vocabulary, folder)
-        results = stream.results(name for name, _ in original.whole.named_modules())
+        results = stream.results(name for name, _ in original.model.named_modules())
         weights = (LayerMatrices(original), LayerMatrices(candidate)) if windows.modules else ({}, {})
         facts = Facts(
             *pair.paths, pair.configs, pair.file_causes, results.modules, weights, results.experts, results.tables
@@ -268,9 +269,10 @@ def _compared_by_layer(pair: CheckpointPair, work: WorkFolder, vocabulary: int) 
         return write_results(_explained(pair, loading, outcome, explanation), outcome, work.root)
 
 
-def _original_chain(path: Path, dtype: torch.dtype) -> CheckpointChain:
+def _original_chain(path: Path, dtype: torch.dtype) -> CheckpointChain | Chain:
     with _no_chain():
-        return CheckpointChain(path, "", device(), dtype)
+        coded = coded_original(path)
+        return Chain(coded, device(), dtype) if coded else CheckpointChain(path, "", device(), dtype)
 
 
 def _candidate_chain(pair: CheckpointPair, checked: Path | None) -> tuple[LayerChain, CandidateLoading]:
@@ -416,7 +418,7 @@ def _outcome(pair: CheckpointPair, openers: Mapping[str, Opener], vocabulary: in
 def original_openers(original: Path) -> dict[str, Opener]:
     """The original in BF16 and in FP32, each loaded when its turn comes."""
     return {
-        name: lambda dtype=dtype: _logits(TransformersLoader(original, "", device(), dtype).load())  # type: ignore[misc]
+        name: lambda dtype=dtype: _logits(load_original(original, dtype, device()))  # type: ignore[misc]
         for name, dtype in ORIGINAL_DTYPES.items()
     }
 
@@ -493,7 +495,7 @@ def _explain(pair: CheckpointPair) -> Explanation:
     chosen = _module_windows(pair)
     if not len(chosen):
         return [], [], causes_of(Facts(*pair.paths, pair.configs, pair.file_causes))
-    original = TransformersLoader(pair.paths[0], "", device(), torch.bfloat16).load()
+    original = load_original(pair.paths[0], torch.bfloat16, device())
     candidate = load_candidate(pair.paths[1], OPTION, device()).model
     windows = [torch.from_numpy(ids[number : number + 1]).to(device()) for number in chosen]
     with pair.progress.track("Comparing modules", len(windows), "windows") as advance, gemms_in_fp32():

@@ -46,17 +46,17 @@ class CheckpointChain(LayerChain):
         self.path = path
         self.device = device
         self.loader = TransformersLoader(path, subject, device, dtype)
-        self.whole = self.loader.empty
-        text_config = self.whole.config.get_text_config()
-        self.described = Description(f"{subject}{path}", type(self.whole).__name__, text_config)
-        self.layers = find_layers(self.whole, self.described)
+        self.model = self.loader.empty
+        text_config = self.model.config.get_text_config()
+        self.described = Description(f"{subject}{path}", type(self.model).__name__, text_config)
+        self.layers = find_layers(self.model, self.described)
         with self.open_outside() as model:
             calls = trace_layers(model, self._meta(model.dtype), self.layers, device)
         self.layer_output = common_output(calls, self.layers, self.described)
 
     def _meta(self, dtype: torch.dtype) -> PreTrainedModel:
         """The model on the meta device, where its layers can run: with each expert as a module."""
-        config = deepcopy(self.whole.config)
+        config = deepcopy(self.model.config)
         for key in QUANTIZATION_KEYS:
             vars(config).pop(key, None)
         with self.loader.loading():
@@ -69,7 +69,7 @@ class CheckpointChain(LayerChain):
 
     def _outside(self) -> PreTrainedModel:
         model = self._part(lambda name: self.layers.index(name) is None)
-        for index, layer in enumerate(self.layers.modules(self.whole)):  # the model reads their attributes
+        for index, layer in enumerate(self.layers.modules(self.model)):  # the model reads their attributes
             model.set_submodule(f"{self.layers.prefix}.{index}", layer)
         return model
 
@@ -81,7 +81,7 @@ class CheckpointChain(LayerChain):
 
     def _part(self, wanted: Callable[[str], bool]) -> PreTrainedModel:
         """Load the modules with `wanted` names, ready to run."""
-        kind = _part_of(type(self.whole), wanted)
+        kind = _part_of(type(self.model), wanted)
         layers = self.layers.prefix.rpartition(".")[2]
 
         def in_part(tensor: str) -> bool:

@@ -170,6 +170,28 @@ BY_FP8Q = CandidateLoading(
 )
 
 
+def coded_original(path: Path) -> Source | None:
+    """Open an original whose codes fp8q dequantizes: it counts by the values of its weights, and inputs stay in BF16.
+    None for one without codes, or in another form, which transformers may know.
+    """
+    if quantization_of(path, read_json(path / "config.json")) is None:
+        return None
+    try:
+        source = open_source(str(path), fingerprinted=False, recognize=recognize)
+    except (InputError, BackendError):
+        return None
+    return source if source.coding is not None else None
+
+
+def load_original(path: Path, dtype: torch.dtype, device: str) -> torch.nn.Module:
+    """Load the checkpoint that another is compared with, in `dtype`, with transformers but for one in codes.
+
+    Raises InputError or BackendError where it does not load.
+    """
+    coded = coded_original(path)
+    return load_model(coded, dtype, device) if coded else TransformersLoader(path, "", device, dtype).load()
+
+
 def load_candidate(path: Path, option: str, device: str) -> LoadedCandidate:
     """Load a checkpoint with transformers; where it cannot, with fp8q, weights dequantized and inputs in BF16.
 

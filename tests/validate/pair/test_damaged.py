@@ -85,6 +85,22 @@ def test_transformers_own_form_is_read(
         assert "the rounding of the weights alone" in found.notes[0]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_original_in_blocks_counts_by_the_values_of_its_codes(
+    stream: bool, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
+) -> None:
+    """transformers dequantizes blocks of 128 on a CPU, none of another size, and does not run them in FP32."""
+    original = fine_grained(demo_checkpoint, tmp_path / "original", (128, 128))
+    candidate = quantized(demo_checkpoint, tmp_path / "candidate")
+    options = PairOptions(
+        data=str(demo_texts.evaluation), out=tmp_path / "out", context=64, max_tokens=660, stream=stream,
+        module_windows=0, max_ppl_increase=0.05,
+    )  # fmt: skip
+    found = api.compare_checkpoints(original, candidate, options)
+    assert found.passes
+    assert 0 < found.kl_nats.mean < 0.05
+
+
 @pytest.mark.parametrize(
     ("damage", "rule", "said"),
     [
