@@ -14,11 +14,13 @@ the input) or of a token: `floor` as OCP's MX specification has it (v1.0, sectio
 magnitude less that of E4M3's largest number, 8), so that magnitudes from 448 to 512 times the scale saturate; `up` is
 the smallest power of two under which nothing does, as Blackwell's own conversion has it.
 
-Bytes are of the checkpoint: codes and scales of the GEMMs, the rest in BF16. Texts are WikiText-2's for SmolLM2 and the
+Bytes are of the checkpoint: codes and scales of the GEMMs, the rest in BF16; dB are the power of weights over that of
+their errors. Texts are WikiText-2's for SmolLM2 and the
 demo's own. Prints one JSON line; exit status 2 where a package or text is not there.
 """
 
 import argparse
+import math
 import re
 import sys
 import tempfile
@@ -159,6 +161,17 @@ def checkpoint_bytes(source: Source, modules: set[str], scale_bytes: Callable[[i
     return total
 
 
+def weights_db(source: Source, weights: Weights) -> float:
+    """The power of the `weights` of the source over that of their rounding errors, in dB."""
+    tensors = source.weights()
+    power = noise = 0.0
+    for module, values in weights.items():
+        exact = tensors.tensor(source.stored(f"{module}.weight")).to(torch.bfloat16).double()
+        power += float(exact.square().sum())
+        noise += float((exact - values).square().sum())
+    return 10 * math.log10(power / noise)
+
+
 def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
     """Row -> its figures and seconds."""
     (demo,) = small_models("demo")
@@ -186,8 +199,10 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
         add(BF16, load_model(source, torch.bfloat16, "cpu"), checkpoint_bytes(source, set(), lambda *_: 0))
         for row, form in forms(run, source):
             if re.search(asked.rows, row):
-                model = quantized(source, form.weights(), {module: form.inputs(module) for module in modules})
+                weights = form.weights()
+                model = quantized(source, weights, {module: form.inputs(module) for module in modules})
                 add(row, model, checkpoint_bytes(source, modules, form.scale_bytes))
+                rows[row]["weights_db"] = round(weights_db(source, weights), 2)
     return {"context": CONTEXT[name], "evaluation_tokens": int(windows.size), "gemms": len(modules), "rows": rows}
 
 
