@@ -42,7 +42,7 @@ import numpy as np
 import torch
 import transformers
 from convert_classes import UnmadeError, classes, first_line, guarded, random_model
-from published_sizes import ALSO_PUBLISHED, text_sizes
+from published_sizes import ALSO_PUBLISHED, class_of, text_sizes
 from result import RESULTS, ROOT, STARTED, arguments, described, publish
 from torch import nn
 from transformers import PreTrainedModel
@@ -81,6 +81,7 @@ PUBLISHED: Mapping[str, str] = {
     "Mistral 4": "Mistral4ForCausalLM",
     "Step 3.7": "Step3p7ForConditionalGeneration",
     "Gemma 4": "Gemma4ForConditionalGeneration",
+    "Gemma 4, mixtures": "Gemma4ForConditionalGeneration/mixtures",
     "Qwen3.5, 3.6": "Qwen3_5ForConditionalGeneration",
     "Qwen3.5, 3.6, mixtures": "Qwen3_5MoeForConditionalGeneration",
     "MiniMax-M3": "MiniMaxM3SparseForConditionalGeneration",
@@ -108,8 +109,8 @@ PUBLISHED: Mapping[str, str] = {
 #: family more, Step 3.5's, transformers 5.23 has no class.
 OTHER_FAMILIES = frozenset(
     {
-        "gpt_oss", "Llama 4", "Llama 4, its text class", "Granite 4", "MiniMax-M3, its text class", "ERNIE 4.5 VL",
-        "SmolLM3", "OLMo 3",
+        "gpt_oss", "Llama 4", "Llama 4, its text class", "Granite 4", "Gemma 4, mixtures", "MiniMax-M3, its text class",
+        "ERNIE 4.5 VL", "SmolLM3", "OLMo 3",
     }
 )  # fmt: skip
 #: The largest KL of a load from the original, nats: one without scales is far beyond it.
@@ -128,7 +129,8 @@ Row = dict[str, Any]
 
 def checkpoint(path: Path, name: str) -> Path:
     """A random checkpoint of the class `name`, with the demo's tokenizer."""
-    model = random_model(name, classes()[name], text_sizes(name))
+    kind = class_of(name)
+    model = random_model(kind, classes()[kind], text_sizes(name))
     model.save_pretrained(path)
     config = json.loads((path / "config.json").read_text(encoding="utf-8")) | ALSO_PUBLISHED.get(name, {})
     (path / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
@@ -280,6 +282,7 @@ def step(row: Row, name: str, work: Callable[[], Any]) -> Any:
 
 def outcome(vllm: Path | None, name: str, model_type: str) -> Row:
     """The row of one class; `vllm`: the Python that has it."""
+    kind = class_of(name)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     row: Row = {}
@@ -289,7 +292,7 @@ def outcome(vllm: Path | None, name: str, model_type: str) -> Row:
         text.write_text((DEMO / "calibration.txt").read_text(encoding="utf-8")[:9_000], encoding="utf-8")
         try:
             model = checkpoint(folder / "model", name)
-            expected = log_probabilities(getattr(transformers, name).from_pretrained(model, dtype=torch.float32))
+            expected = log_probabilities(getattr(transformers, kind).from_pretrained(model, dtype=torch.float32))
         except UnmadeError as error:
             return {"unmade": str(error)}
         except Exception as error:  # noqa: BLE001 - transformers' own
@@ -303,12 +306,12 @@ def outcome(vllm: Path | None, name: str, model_type: str) -> Row:
             judged = step(row, "validate", lambda: validate(run.root, options=limits))
             if judged is not None:
                 row["kl"] = judged.runtimes["reference"].kl_mean_nats
-            row["loads the run"] = loaded(name, run.model, expected)
+            row["loads the run"] = loaded(kind, run.model, expected)
             step(row, "parts", lambda: row.setdefault("kl_by_part", by_part(run, model)))
         written = step(row, "convert", lambda: convert(str(model), folder / "fp8", ConvertOptions(threads=1)))
         if written is not None:
             row["converted"] = written.quantized
-            row["loads what convert wrote"] = loaded(name, folder / "fp8", expected)
+            row["loads what convert wrote"] = loaded(kind, folder / "fp8", expected)
         row["lint"] = {
             which: step(row, f"lint {which}", partial(linted, path))
             for which, path, done in (
@@ -320,7 +323,7 @@ def outcome(vllm: Path | None, name: str, model_type: str) -> Row:
         if vllm is not None:
             made = {"calibrate": (run, folder / "run" / "model"), "convert": (written, folder / "fp8")}
             there = {which: path for which, (done, path) in made.items() if done is not None}
-            row["vllm"] = in_vllm(vllm, name, {ORIGINAL: model} | there, expected) if there else {}
+            row["vllm"] = in_vllm(vllm, kind, {ORIGINAL: model} | there, expected) if there else {}
     return row
 
 
@@ -351,7 +354,7 @@ def main() -> int:
         made_at = {name: before["kept"].get(name, before["commit"]) for name in rows}
     begin = partial(guarded, partial(outcome, options.vllm), STARTED + 60 * options.minutes)
     with ThreadPoolExecutor(options.jobs) as pool:
-        for name, row in zip(wanted, pool.map(begin, wanted, map(types.__getitem__, wanted)), strict=True):
+        for name, row in zip(wanted, pool.map(begin, wanted, (types[class_of(name)] for name in wanted)), strict=True):
             if row is not None:
                 rows[name] = row
                 made_at.pop(name, None)

@@ -121,7 +121,7 @@ def published_classes() -> str:
     head = ["model", "class", "calibrate", "validate", "convert", "transformers loads both", "vLLM runs both"]
     rows = _ran(measured["rows"])
     models = ((model, name) for model, name in measured["models"].items() if name in rows)
-    return table(head, ([model, f"`{name}`", *_steps(rows[name])] for model, name in models))
+    return table(head, ([model, f"`{name.partition('/')[0]}`", *_steps(rows[name])] for model, name in models))
 
 
 def _ran(rows: Figures) -> Figures:
