@@ -17,7 +17,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..calibrate.input.silence import quiet_transformers
 from ..calibrate.input.untrusted import error_text, foreign
-from ..calibrate.ranks.torchrun import process_rank
 from ..calibrate.text.documents import quiet_datasets
 from ..calibrate.text.rows import CHATS, IDS
 from ..core.errors import InputError
@@ -26,6 +25,7 @@ from ..core.run import Run
 from ..options import QuantizeOptions, RunOptions
 from . import preflight
 from .calibrate import calibrate, calibration_of
+from .loaded_checks import check_loaded, check_process
 from .pipeline.stage import Notes
 
 #: Texts as `calibrate` takes them, by name; or in memory: documents, the ids of their tokens, chats, a tokenizer's
@@ -33,8 +33,6 @@ from .pipeline.stage import Notes
 Texts: TypeAlias = str | Path | Sequence[Any] | Mapping[str, Any] | datasets.Dataset | datasets.DatasetDict
 #: The splits of a data set that are evaluated on, the first that is there.
 EVALUATION_SPLITS = ("validation", "test")
-#: The types of weights that a checkpoint can hold and calibration can read.
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -64,71 +62,6 @@ def quantize_loaded(run: Run, notes: Notes, loaded: InMemory, options: QuantizeO
         data, eval_data = written_texts(run, texts)
         chosen = RunOptions(options.calibrate, options.export)
         return calibrate(run, notes, calibration_of(run.loaded_model, data, eval_data, chosen))
-
-
-def check_process() -> None:
-    """Raise InputError where torchrun started several processes: each would write a model of its own."""
-    if process_rank().ranks > 1:
-        raise InputError(
-            "quantize",
-            f"is called in {process_rank().ranks} processes, and a loaded model is written by one",
-            "call save_pretrained of the model, and give its directory to calibrate",
-        )
-
-
-def check_loaded(model: object) -> None:
-    """Raise InputError for a `model` that is none of transformers, or does not compute what its files would say."""
-    name = type(model).__name__
-    if not isinstance(model, PreTrainedModel):
-        inside = " (PEFT: `model.merge_and_unload()`; torch.compile, DDP: the model inside)"
-        raise InputError(name, "is no PreTrainedModel of transformers", f"give one{inside}")
-    if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None):
-        raise InputError(name, "is quantized already", "load it without quantization_config, in BF16")
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise InputError(
-            name,
-            "has adapters loaded, which its files would not hold",
-            "merge them into the weights, or save the base and give it to calibrate with adapter=",
-        )
-    for place, parameter in model.named_parameters():
-        if parameter.device.type == "meta":
-            raise InputError(
-                name,
-                f"its {place} has no values here (it is offloaded, or on the meta device)",
-                "load the model on one device, or give its directory to calibrate",
-            )
-        if parameter.dtype not in FLOATS:
-            raise InputError(
-                name,
-                f"its {place} is of {str(parameter.dtype).removeprefix('torch.')}, and weights are of float32, float16 "
-                "or bfloat16",
-                "load it in BF16",
-            )
-    _check_hooks(name, model)
-
-
-def _check_hooks(name: str, model: PreTrainedModel) -> None:
-    """Raise InputError for hooks that change or move what a module computes; transformers' own only look."""
-    for place, module in model.named_modules():
-        if hasattr(module, "_hf_hook"):
-            raise InputError(
-                name,
-                f"accelerate moves the tensors of {place or 'the model'} between devices (device_map)",
-                "load it on one device, or give its directory to calibrate",
-            )
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        foreign_hook = next((hook for hook in hooks if not _is_of_transformers(hook)), None)
-        if foreign_hook is not None:
-            called = getattr(foreign_hook, "__qualname__", type(foreign_hook).__name__)
-            raise InputError(
-                name,
-                f"{place or 'the model'} has a forward hook ({called}), which no file would hold",
-                "remove it before",
-            )
-
-
-def _is_of_transformers(hook: object) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("transformers.")
 
 
 def as_rows(texts: Texts) -> str | Path | datasets.Dataset | datasets.DatasetDict:

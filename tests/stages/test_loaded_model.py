@@ -18,7 +18,8 @@ from fp8q.calibrate.text.rows import Reading
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.stages.loaded_model import as_rows, check_loaded, written_texts
+from fp8q.stages.loaded_checks import check_loaded
+from fp8q.stages.loaded_model import as_rows, written_texts
 from fp8q.stages.pipeline.stages import QUANTIZE
 from fp8q.stages.shared.texts import read_tokens
 
@@ -68,7 +69,12 @@ def test_a_model_in_memory_gives_the_scales_and_codes_of_its_files(
             assert torch.equal(written[name].view(torch.uint8), tensor.view(torch.uint8)), name
     assert of_memory.record().model["name"] == "memory"
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
-    assert isinstance(api.load(of_memory.root), PreTrainedModel)
+    fp8 = api.load(of_memory.root)
+    assert isinstance(fp8, PreTrainedModel)
+    with pytest.raises(
+        InputError, match=r"^LlamaForCausalLM: is quantized already: its model\.[a-z0-9_.]* is an? \w+ of "
+    ):
+        check_loaded(fp8)
 
 
 def test_tokens_and_data_sets_are_the_tokens_of_their_text(
@@ -179,6 +185,172 @@ def with_peft(model: PreTrainedModel) -> object:
     import peft
 
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
+
+
+def by_modelopt(model: PreTrainedModel) -> object:
+    import modelopt.torch.quantization as mtq
+
+    mtq.quantize(model, mtq.MXFP8_DEFAULT_CFG, lambda model: model(torch.zeros((1, 4), dtype=torch.int64)))
+    return model
+
+
+def by_torch(model: PreTrainedModel) -> object:
+    return torch.ao.quantization.quantize_dynamic(model.float(), {torch.nn.Linear}, torch.qint8)
+
+
+class OfAnotherLibrary(torch.Tensor):
+    """Values of a class of their own, as torchao's weights are, which give the type of what they stand for."""
+
+
+def by_torchao(model: PreTrainedModel) -> object:
+    layer = model.get_submodule("model.layers.0.mlp.down_proj")
+    weight = layer.get_parameter("weight").data
+    layer._parameters["weight"] = torch.nn.Parameter(weight.as_subclass(OfAnotherLibrary))
+    return model
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def parametrized(model: PreTrainedModel) -> object:
+    layer = model.get_submodule("model.layers.0.mlp.down_proj")
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
+    return model
+
+
+def with_injected_adapter(model: PreTrainedModel) -> object:
+    import peft
+
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"], r=2), model)
+    return model
+
+
+def cut(model: PreTrainedModel) -> object:
+    del model.get_submodule("model.layers")[-1]  # type: ignore[operator]
+    return model
+
+
+def with_an_observer(model: PreTrainedModel) -> object:
+    model.get_submodule("model.layers.0").add_module("observer", torch.nn.Identity())
+    return model
+
+
+def narrower(model: PreTrainedModel) -> object:
+    layer: Any = model.get_submodule("model.layers.0.mlp.down_proj")
+    layer.weight = torch.nn.Parameter(layer.weight[:, :-8])
+    return model
+
+
+def with_a_bias(model: PreTrainedModel) -> object:
+    layer: Any = model.get_submodule("model.layers.0.mlp.down_proj")
+    layer.bias = torch.nn.Parameter(torch.zeros(layer.out_features))
+    return model
+
+
+def called_otherwise(model: PreTrainedModel) -> object:
+    layer = model.get_submodule("model.layers.0.mlp.down_proj")
+
+    def doubled(hidden: torch.Tensor) -> torch.Tensor:
+        return 2 * torch.nn.functional.linear(hidden, layer.get_parameter("weight"))
+
+    layer.forward = doubled
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning", "ignore:torch.ao")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            by_modelopt,
+            (
+                "is quantized already: its model.embed_tokens is a QuantEmbedding of modelopt; give the "
+                "model as it was before, in BF16"
+            ),
+        ),
+        (
+            by_torch,
+            (
+                "is quantized already: its model.layers.0.self_attn.q_proj is a Linear of torch; give "
+                "the model as it was before, in BF16"
+            ),
+        ),
+        (
+            parametrized,
+            (
+                "has parametrizations, which its files would not hold: its model.layers.0.mlp.down_proj "
+                "is a ParametrizedLinear of torch; call remove_parametrizations of torch.nn.utils.parametrize before"
+            ),
+        ),
+        (
+            with_injected_adapter,
+            (
+                "has adapters loaded, which its files would not hold: its "
+                "model.layers.0.self_attn.q_proj is a Linear of peft; merge them into the weights, or save the base "
+                "and give it to calibrate with adapter="
+            ),
+        ),
+        (
+            by_torchao,
+            (
+                "its model.layers.0.mlp.down_proj.weight is an OfAnotherLibrary of "
+                f"{__name__.partition('.')[0]}, where its config has a Parameter; give the model as its class makes it "
+                "of its config"
+            ),
+        ),
+        (
+            with_an_observer,
+            (
+                "its model.layers.0.observer is an Identity of torch, where its config has none; give "
+                "the model as its class makes it of its config"
+            ),
+        ),
+        (
+            cut,
+            ("lacks model.layers.LAST, which its config has; give the model as its class makes it of its config"),
+        ),
+        (
+            narrower,
+            (
+                r"its model.layers.0.mlp.down_proj.weight is of shape \[\d+, \d+\], and \[\d+, \d+\] by "
+                "its config; make the config say so, or give the model as its class makes it of its config"
+            ),
+        ),
+        (
+            with_a_bias,
+            (
+                "its model.layers.0.mlp.down_proj.bias is a Parameter of torch, where its config has "
+                "none; give the model as its class makes it of its config"
+            ),
+        ),
+        (
+            called_otherwise,
+            (
+                r"the forward of model.layers.0.mlp.down_proj was replaced "
+                r"\(called_otherwise.<locals>.doubled\), which no file would hold; remove it before \(`del "
+                r"module.forward`\)"
+            ),
+        ),
+    ],
+)
+def test_what_its_config_does_not_make_is_named(
+    change: Callable[[PreTrainedModel], object], message: str, model: PreTrainedModel
+) -> None:
+    last = str(model.config.num_hidden_layers - 1)
+    with pytest.raises(InputError, match=f"^LlamaForCausalLM: {message.replace('LAST', last)}$"):
+        check_loaded(change(model))
+
+
+def test_a_forward_that_a_removed_hook_gave_back_is_taken(model: PreTrainedModel) -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module  # type: ignore[import-untyped]
+
+    layer = model.get_submodule("model.layers.0.mlp.down_proj")
+    add_hook_to_module(layer, ModelHook())
+    remove_hook_from_module(layer)
+    assert "forward" in vars(layer)
+    check_loaded(model)
 
 
 @pytest.mark.parametrize(
