@@ -81,22 +81,33 @@ def is_image(part: object) -> bool:
 
 def image_files(where: str, chat: object, folder: Path) -> list[ImageFile]:
     """Check and list the images of the row `where`, whose text lies in `folder`; raises InputError."""
-    files = []
-    for part in image_parts(chat):
-        path = _within(where, part, folder)
-        content = _content(where, path)
-        decoded(where, str(path), content)
-        files.append(ImageFile(path=str(path), sha256=hashlib.sha256(content).hexdigest()))
-    return files
+    return [image_file(where, _within(where, part, folder)) for part in image_parts(chat)]
+
+
+def image_file(where: str, path: Path) -> ImageFile:
+    """Check the image of the row `where` at `path`; raises InputError."""
+    content = _content(where, path)
+    decoded(where, str(path), content)
+    return ImageFile(path=str(path), sha256=hashlib.sha256(content).hexdigest())
+
+
+def image_of(part: Mapping[str, Any]) -> object:
+    """The path of the image that is `part`, or what else stands there; None: nothing."""
+    return next((part[key] for key in PATHS if part.get(key) is not None), None)
+
+
+def check_image_name(where: str, name: object, form: str = FORM) -> str:
+    """Return `name`, the path of an image of the row `where`; raises InputError, with `form`, for one that is none."""
+    if not isinstance(name, str) or not name:
+        raise InputError(where, "has an image without a path", form)
+    if "://" in name or name.startswith("data:"):
+        raise InputError(where, f"its image {name[:60]} is no file", "save it beside the text, and name that")
+    return name
 
 
 def _within(where: str, part: Mapping[str, Any], folder: Path) -> Path:
     """The path of the image in `part`, links followed; raises InputError for one that is not within `folder`."""
-    name = next((part[key] for key in PATHS if part.get(key) is not None), None)
-    if not isinstance(name, str) or not name:
-        raise InputError(where, "has an image without a path", FORM)
-    if "://" in name or name.startswith("data:"):
-        raise InputError(where, f"its image {name[:60]} is no file", "save it beside the text, and name that")
+    name = check_image_name(where, image_of(part))
     with foreign(lambda error: InputError(where, f"its image {name[:60]!r} is no path", FORM)):
         path = (folder / name).resolve()
         outside = not path.is_relative_to(folder.resolve())

@@ -9,17 +9,20 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
+from seeing_models import picture
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from fp8q import api
 from fp8q.calibrate.text.documents import load_documents
+from fp8q.calibrate.text.image_rows import image_files
 from fp8q.calibrate.text.rows import Reading
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.stages.loaded_checks import check_loaded
-from fp8q.stages.loaded_model import as_rows, written_texts
+from fp8q.stages.loaded_texts import as_rows, written_texts
 from fp8q.stages.pipeline.stages import QUANTIZE
 from fp8q.stages.shared.texts import read_tokens
 
@@ -115,10 +118,60 @@ def test_a_split_to_validate_on_is_evaluated_on(documents: list[str], tmp_path: 
 
 
 def test_chats_become_rows_of_messages(tmp_path: Path) -> None:
-    chats = [[{"role": "user", "content": "Why?"}], [{"role": "user", "content": "How?"}]]
-    rows = as_rows(chats)
-    assert isinstance(rows, datasets.Dataset)
-    assert rows.to_dict() == {"messages": chats}
+    """Also where one message's content is parts, and another's a string."""
+    question = {"role": "user", "content": [{"type": "text", "text": "Why?"}]}
+    chats: list[list[dict[str, Any]]] = [
+        [question, {"role": "assistant", "content": "So."}],
+        [{"role": "user", "content": "How?"}],
+    ]
+    as_tuple = tuple(tuple(chat) for chat in chats)
+    for number, texts in enumerate(
+        [chats, as_tuple, {"messages": chats}, [{"messages": chat, "id": 3} for chat in chats]]
+    ):
+        spec, _ = written_texts(Run(tmp_path / str(number)), as_rows(texts))
+        lines = Path(spec).read_text(encoding="utf-8").splitlines()
+        assert [json.loads(line) for line in lines] == [{"messages": chat} for chat in chats]
+
+
+def with_image(image: object) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "What?"}]}]
+
+
+def test_images_of_chats_are_written_beside_them(tmp_path: Path) -> None:
+    """Of Pillow, in RGB and upright, and at paths, byte for byte; of data sets too."""
+    path = picture(tmp_path / "a.jpg")
+    image = Image.open(picture(tmp_path / "b.png")).convert("RGBA")
+    plain = [{"role": "user", "content": "Why?"}]
+    data = datasets.Dataset.from_dict({"messages": [with_image(str(path))], "name": ["a"]})
+    for texts, count in (([with_image(image), plain, with_image(path)], 2), (data, 1)):
+        loaded = as_rows(texts)
+        assert loaded.with_images
+        spec, _ = written_texts(Run(tmp_path / f"run{count}"), loaded)
+        rows = [json.loads(line)["messages"] for line in Path(spec).read_text(encoding="utf-8").splitlines()]
+        files = [file for row in rows for file in image_files("row", row, Path(spec).parent)]
+        assert len(files) == count
+        assert Path(files[-1].path).read_bytes() == path.read_bytes()
+        assert np.array_equal(np.asarray(files[-1].opened("row")), np.asarray(Image.open(path)))
+        if count == 2:
+            assert np.array_equal(np.asarray(files[0].opened("row")), np.asarray(image.convert("RGB")))
+            assert rows[1] == plain
+    splits = as_rows(datasets.DatasetDict({"train": data, "test": data}))
+    assert [Path(str(name)).name for name in written_texts(Run(tmp_path / "splits"), splits)] == ["rows.jsonl"] * 2
+
+
+@pytest.mark.parametrize(
+    ("image", "fault"),
+    [
+        (None, "has an image without a path; a part is like"),
+        ("https://a/b.png", "its image https://a/b.png is no file; save it"),
+        ("/nowhere/a.png", "its image /nowhere/a.png"),
+        (3, "has an image without a path; a part is like"),
+    ],
+)
+def test_an_image_that_is_none_is_named_with_its_row(image: object, fault: str) -> None:
+    with pytest.raises(InputError) as refused:
+        as_rows([with_image(image)])
+    assert str(refused.value).startswith(f"texts: row 1: {fault}")
 
 
 @pytest.mark.slow
@@ -392,6 +445,12 @@ def test_transformers_own_hooks_are_taken(model: PreTrainedModel) -> None:
         (["text", 3], "texts: holds int, str; give a list of texts"),
         ([3.5], "texts: holds float; give"),
         ([["nested"]], "texts: holds list; give"),
+        (5, "texts: is no list but int; give a list of texts"),
+        (None, "texts: is no list but NoneType; give a list of texts"),
+        (torch.tensor(5), "texts: is no list but Tensor; give a list of texts"),
+        ({"text": 5}, "texts: `text`: is no list but int; give a list of texts"),
+        ({"text": "a text"}, "texts: `text`: is no list but str; give a list of texts"),
+        ({"text": ["a"], "more": []}, "texts: makes no data set"),
         (datasets.Dataset.from_dict({"text": ["a"]}).to_iterable_dataset(), "texts: is a stream"),
         ({"input_ids": [[1], ["a"]]}, "texts: makes no data set"),
     ],
