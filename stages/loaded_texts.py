@@ -20,12 +20,14 @@ from ..calibrate.text.image_rows import (
     FILE_BYTES,
     PIXELS,
     check_image_name,
+    check_parts,
+    image_column,
     image_file,
     image_of,
     image_parts,
     is_image,
 )
-from ..calibrate.text.rows import CHATS, HEAD, IDS, column_kinds
+from ..calibrate.text.rows import CHATS, HEAD, IDS, Kind, column_kinds
 from ..core.errors import InputError
 from ..core.files import replacing
 from ..core.run import Run
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 Texts: TypeAlias = str | Path | Sequence[Any] | Mapping[str, Any] | datasets.Dataset | datasets.DatasetDict
 #: The splits of a data set that are evaluated on, the first that is there.
 EVALUATION_SPLITS = ("validation", "test")
+#: The column of texts.
+TEXT = "text"
 #: The file of chats in a run, and the folder of their images beside it.
 ROWS = "rows.jsonl"
 IMAGES = "images"
@@ -111,9 +115,11 @@ def _splits(texts: datasets.DatasetDict) -> LoadedTexts:
 
 def _with_image_files(rows: datasets.Dataset) -> datasets.Dataset | ChatRows:
     """Make lines of JSON of a data set whose chats have images; another one stays as it is."""
-    head = rows.take(HEAD)
-    chats = [name for name, kind in column_kinds(head).items() if kind == "chats"]
-    if not any(True for name in chats for chat in head[name] for _ in image_parts(chat)):
+    head = list(rows.take(HEAD))
+    kinds = column_kinds(head)
+    _check_parts(head, kinds)
+    chats = [name for name, kind in kinds.items() if kind == "chats"]
+    if not any(True for row in head for name in chats for _ in image_parts(row[name])):
         return rows
     return _rows_of({name: rows[name] for name in rows.column_names})
 
@@ -130,8 +136,19 @@ def _rows_of(columns: Mapping[str, Sequence[Any]]) -> datasets.Dataset | ChatRow
         kinds = column_kinds(rows)
         if "chats" not in kinds.values():
             return datasets.Dataset.from_dict(plain)
+        _check_parts(rows, kinds)
         read = [name for name, kind in kinds.items() if kind != "other"]
         return _chat_rows([{name: row[name] for name in read} for row in rows])
+
+
+def _check_parts(rows: Iterable[Mapping[str, Any]], kinds: Mapping[str, Kind]) -> None:
+    """Raise InputError for a row whose chat or text has no part for the images in another column."""
+    column = image_column(kinds)
+    if column is None:
+        return
+    for number, row in enumerate(rows, 1):
+        for name in [name for name in (*CHATS, TEXT) if name in kinds]:
+            check_parts("texts", f"row {number:,}", row[name], column, row[column])
 
 
 def _chat_rows(rows: Iterable[Mapping[str, Any]]) -> ChatRows:
@@ -221,7 +238,7 @@ def _listed(subject: str, values: Any) -> list[Any]:
 def _kind(value: object) -> str | None:
     """The column of a document that is text, ids or a chat; `rows` where it has columns itself; None: none of these."""
     if isinstance(value, str):
-        return "text"
+        return TEXT
     if isinstance(value, Mapping):
         return "rows"
     value = _plain(value)

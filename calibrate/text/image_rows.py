@@ -14,7 +14,7 @@ import hashlib
 import io
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,9 @@ FILE_BYTES = 64 << 20
 PIXELS = 89_478_485
 #: The names of the path in a part that is an image.
 PATHS = ("path", "image")
+#: The columns of tables that hold the images of a row, and the text that stands for one in its strings.
+COLUMNS = ("images", "image")
+MARK = "<image>"
 FORM = 'a part is like {"type": "image", "path": "cat.png"}, a file in the folder of the text'
 
 
@@ -77,6 +80,26 @@ def image_parts(chat: object) -> Iterator[Mapping[str, Any]]:
 def is_image(part: object) -> bool:
     """Tell whether a part of a message is an image."""
     return isinstance(part, dict) and part.get("type") == "image"
+
+
+def image_column(names: Iterable[str]) -> str | None:
+    """The column of images among `names`; None where there is none."""
+    return next((name for name in COLUMNS if name in names), None)
+
+
+def check_parts(spec: str, where: str, value: object, column: str | None, images: object) -> None:
+    """Raise InputError where a row has `images`, those under `column`, and the chat or text `value` no part for them:
+    they would be left out, and what stands for them read as text.
+    """
+    marked = isinstance(value, str) and MARK in value
+    without_part = isinstance(value, list) and not any(True for _ in image_parts(value))
+    if column is None or not images or not (marked or without_part):
+        return
+    raise InputError(
+        spec,
+        f"{where} has images under `{column}`, and no part of a message for them",
+        f"write each where it stands ({FORM}), or leave the column out",
+    )
 
 
 def image_files(where: str, chat: object, folder: Path) -> list[ImageFile]:

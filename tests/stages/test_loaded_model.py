@@ -159,6 +159,13 @@ def test_images_of_chats_are_written_beside_them(tmp_path: Path) -> None:
     assert [Path(str(name)).name for name in written_texts(Run(tmp_path / "splits"), splits)] == ["rows.jsonl"] * 2
 
 
+def test_images_in_a_column_of_their_own_are_refused() -> None:
+    rows = [{"messages": [{"role": "user", "content": "<image>What?"}], "images": ["a.png"]}]
+    for texts in (rows, datasets.Dataset.from_list(rows), {name: [rows[0][name]] for name in rows[0]}):
+        with pytest.raises(InputError, match="^texts: row 1 has images under `images`, and no part of a message"):
+            as_rows(texts)
+
+
 @pytest.mark.parametrize(
     ("image", "fault"),
     [
