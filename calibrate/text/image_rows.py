@@ -143,7 +143,7 @@ def _content(where: str, path: Path) -> bytes:
     try:
         return read_bytes(path, FILE_BYTES)
     except InputError as error:
-        raise InputError(where, f"its image {error.subject} {error.fault}", error.remedy) from None
+        raise InputError(where, f"its image {error.subject}: {error.fault}", error.remedy) from None
 
 
 def decoded(where: str, name: str, content: bytes) -> "Image":

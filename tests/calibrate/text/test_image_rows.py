@@ -130,7 +130,7 @@ def test_a_huge_file_is_refused(tmp_path: Path) -> None:
     with open(tmp_path / "a.png", "wb") as file:
         file.truncate(image_rows.FILE_BYTES + 1)
     assert refusal(tmp_path, "a.png") == (
-        f"{WHERE}: its image {(tmp_path / 'a.png').resolve()} has 67,108,865 bytes, and 67,108,864 are the most that "
+        f"{WHERE}: its image {(tmp_path / 'a.png').resolve()}: has 67,108,865 bytes, and 67,108,864 are the most that "
         "are read of such a file; it is damaged, or not to be trusted"
     )
 
@@ -149,9 +149,12 @@ def other_format(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "fault"),
     [
-        (lambda path: None, "there is no such file; copy or download it again"),
-        (lambda path: path.symlink_to(path.parent / "gone.png"), "there is no such file; copy or download it again"),
-        (lambda path: path.mkdir(), "is a directory; copy or download it again"),
+        (lambda path: None, "a.png: there is no such file; copy or download it again"),
+        (
+            lambda path: path.symlink_to(path.parent / "gone.png"),
+            "gone.png: there is no such file; copy or download it again",
+        ),
+        (lambda path: path.mkdir(), "a.png: is a directory; copy or download it again"),
         (lambda path: path.write_bytes(b""), "is none in PNG, JPEG, WEBP; convert it"),
         (lambda path: path.write_text("<svg/>"), "is none in PNG, JPEG, WEBP; convert it"),
         (other_format, "is none in PNG, JPEG, WEBP; convert it"),
