@@ -7,6 +7,7 @@ same classes, with parameters of the same names, shapes and classes.
 """
 
 import copy
+import inspect
 from collections.abc import Mapping
 
 import torch
@@ -179,14 +180,28 @@ def _check_calls(name: str, model: PreTrainedModel) -> None:
                 f"{place or 'the model'} has a forward hook ({called}), which no file would hold",
                 "remove it before",
             )
-        forward = vars(module).get("forward")
-        if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
+        if not _calls_its_class(module):
+            forward = vars(module)["forward"]
             called = getattr(forward, "__qualname__", type(forward).__name__)
             raise InputError(
                 name,
                 f"the forward of {place or 'the model'} was replaced ({called}), which no file would hold",
                 "remove it before (`del module.forward`)",
             )
+
+
+def _calls_its_class(module: nn.Module) -> bool:
+    """Tell whether the `forward` of `module` is its class's, also as accelerate gives it back, or as it wraps it for
+    training in mixed precision.
+    """
+    if "forward" not in vars(module):
+        return True
+    forward = vars(module)["forward"]
+    function = getattr(forward, "__func__", forward)
+    plain = inspect.unwrap(type(module).forward)
+    if function in (type(module).forward, plain):
+        return True
+    return "_original_forward" in vars(module) and inspect.unwrap(function) is plain
 
 
 def _is_of_transformers(hook: object) -> bool:

@@ -1,5 +1,6 @@
 """A model and texts in memory give the run that their files give; what files would not hold is refused at once."""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -413,6 +414,23 @@ def test_a_forward_that_a_removed_hook_gave_back_is_taken(model: PreTrainedModel
     check_loaded(model)
 
 
+def test_a_model_that_was_trained_is_taken(model: PreTrainedModel) -> None:
+    """In mixed precision by accelerate, as the Trainer does, which wraps `forward`; with an adapter that is merged."""
+    import peft
+    from accelerate import Accelerator  # type: ignore[import-untyped]
+
+    model.activation_checkpointing_enable()
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    trained = accelerator.prepare(model)
+    assert "forward" in vars(trained)
+    check_loaded(trained)
+    check_loaded(accelerator.unwrap_model(trained, keep_fp32_wrapper=False))
+    check_loaded(peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2)).merge_and_unload())
+    model.forward = functools.wraps(type(model).forward)(lambda **named: None)
+    with pytest.raises(InputError, match="the forward of the model was replaced"):
+        check_loaded(model)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -433,7 +451,7 @@ def test_what_files_would_not_hold_is_refused(
 
 
 def test_a_model_that_accelerate_moves_is_refused(model: PreTrainedModel) -> None:
-    from accelerate import cpu_offload  # type: ignore[import-untyped]
+    from accelerate import cpu_offload
 
     cpu_offload(model, execution_device=torch.device("cpu"))
     with pytest.raises(InputError, match=r"load (it|the model) on one device, or give its directory to calibrate$"):
