@@ -63,7 +63,7 @@ from .validate.advice.training_checks import TrainingInspection, training_checku
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
     from .core.columns import Table as Table
     from .export.engine.info import EngineInfo as EngineInfo
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     from .stages.lint import LintedRun as LintedRun
     from .stages.load import FloatType as FloatType
     from .stages.load import GemmMode as GemmMode
-    from .stages.loaded_model import Texts as Texts
+    from .stages.loaded_texts import Texts as Texts
     from .stages.push import Pushed as Pushed
     from .validate.accuracy.continuations import Continuations as Continuations
     from .validate.accuracy.document import Accuracy as Accuracy
@@ -173,21 +173,23 @@ def calibrate(
 
 
 def quantize(
-    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", texts: "Texts", out: str | Path,
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | ProcessorMixin", texts: "Texts", out: str | Path,
     options: QuantizeOptions = QuantizeOptions(), progress: Reporter = LOGGED,
     **settings: "Unpack[keywords.QuantizeSettings]",
 ) -> Run:  # fmt: skip
     """Calibrate a `model` that is loaded, as `calibrate` does one in files, into the run directory `out`; `load(out)`
     gives the FP8 model back.
 
-    `texts`: a list of documents, of lists of token ids, or of chats (with `chat_template=True`), what a tokenizer
-    returned, or a `datasets.Dataset`; of a `datasets.DatasetDict` the split `train` is calibrated on, and `validation`
-    or `test` evaluated on. Model and texts are written into the run, below `loaded/`: that takes the size of the model
-    on disk, and the run needs nothing else later. The model stays as it is; calibration loads another, so leave room
-    for it on a GPU.
+    `tokenizer`: the model's, or the processor of a model that sees, whose files the checkpoint then has too. `texts`: a
+    list of documents, of lists of token ids, or of chats (with `chat_template=True`), what a tokenizer returned, or a
+    `datasets.Dataset`; of a `datasets.DatasetDict` the split `train` is calibrated on, and `validation` or `test`
+    evaluated on. Parts of chats may be images, as `{"type": "image", "image": …}` with a path or an image of Pillow,
+    where a processor is given; text is needed beside them. Model and texts are written into the run, below `loaded/`:
+    that takes the size of the model on disk, and the run needs nothing else later. The model stays as it is;
+    calibration loads another, so leave room for it on a GPU.
 
-    Raises InputError, before anything is written, for a model that is quantized already, has adapters, hooks or
-    offloaded weights, and in several processes.
+    Raises InputError, before anything is written, for a model that is quantized already, has adapters, hooks,
+    offloaded weights or modules that its config does not make, and in several processes.
     """
     with run_into(out, progress) as (run, notes):
         from .stages.loaded_model import InMemory, quantize_loaded

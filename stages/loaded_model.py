@@ -5,44 +5,31 @@ and that validation compares with; the texts as a data set. So the run does not 
 same call goes on where it was killed, and `fp8q calibrate RUN/loaded/model --data RUN/loaded/texts` repeats it.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
 
-import datasets
-import numpy as np
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..calibrate.input.silence import quiet_transformers
 from ..calibrate.input.untrusted import error_text, foreign
-from ..calibrate.ranks.torchrun import process_rank
-from ..calibrate.text.documents import quiet_datasets
-from ..calibrate.text.rows import CHATS, IDS
+from ..calibrate.model.classes import nested
 from ..core.errors import InputError
 from ..core.files import replacing, sha256_file
 from ..core.run import Run
 from ..options import QuantizeOptions, RunOptions
 from . import preflight
 from .calibrate import calibrate, calibration_of
+from .loaded_checks import check_loaded, check_process
+from .loaded_texts import LoadedTexts, Texts, as_rows, written_texts
 from .pipeline.stage import Notes
-
-#: Texts as `calibrate` takes them, by name; or in memory: documents, the ids of their tokens, chats, a tokenizer's
-#: answer, or a data set.
-Texts: TypeAlias = str | Path | Sequence[Any] | Mapping[str, Any] | datasets.Dataset | datasets.DatasetDict
-#: The splits of a data set that are evaluated on, the first that is there.
-EVALUATION_SPLITS = ("validation", "test")
-#: The types of weights that a checkpoint can hold and calibration can read.
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class InMemory:
-    """The things that a caller has loaded: a model, its tokenizer, and texts to calibrate on."""
+    """The things that a caller has loaded: a model, its tokenizer or processor, and texts to calibrate on."""
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin
     texts: Texts
 
 
@@ -54,9 +41,8 @@ def quantize_loaded(run: Run, notes: Notes, loaded: InMemory, options: QuantizeO
     """
     check_process()
     check_loaded(loaded.model)
-    if not isinstance(loaded.tokenizer, PreTrainedTokenizerBase):
-        raise InputError(type(loaded.tokenizer).__name__, "is no tokenizer of transformers", "give that of the model")
     texts = as_rows(loaded.texts)
+    check_tokenizer(loaded.tokenizer, texts)
     preflight.check_out(run)
     run.record()
     with preflight.nothing_left(run):
@@ -66,151 +52,26 @@ def quantize_loaded(run: Run, notes: Notes, loaded: InMemory, options: QuantizeO
         return calibrate(run, notes, calibration_of(run.loaded_model, data, eval_data, chosen))
 
 
-def check_process() -> None:
-    """Raise InputError where torchrun started several processes: each would write a model of its own."""
-    if process_rank().ranks > 1:
-        raise InputError(
-            "quantize",
-            f"is called in {process_rank().ranks} processes, and a loaded model is written by one",
-            "call save_pretrained of the model, and give its directory to calibrate",
-        )
-
-
-def check_loaded(model: object) -> None:
-    """Raise InputError for a `model` that is none of transformers, or does not compute what its files would say."""
-    name = type(model).__name__
-    if not isinstance(model, PreTrainedModel):
-        inside = " (PEFT: `model.merge_and_unload()`; torch.compile, DDP: the model inside)"
-        raise InputError(name, "is no PreTrainedModel of transformers", f"give one{inside}")
-    if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None):
-        raise InputError(name, "is quantized already", "load it without quantization_config, in BF16")
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise InputError(
-            name,
-            "has adapters loaded, which its files would not hold",
-            "merge them into the weights, or save the base and give it to calibrate with adapter=",
-        )
-    for place, parameter in model.named_parameters():
-        if parameter.device.type == "meta":
-            raise InputError(
-                name,
-                f"its {place} has no values here (it is offloaded, or on the meta device)",
-                "load the model on one device, or give its directory to calibrate",
-            )
-        if parameter.dtype not in FLOATS:
-            raise InputError(
-                name,
-                f"its {place} is of {str(parameter.dtype).removeprefix('torch.')}, and weights are of float32, float16 "
-                "or bfloat16",
-                "load it in BF16",
-            )
-    _check_hooks(name, model)
-
-
-def _check_hooks(name: str, model: PreTrainedModel) -> None:
-    """Raise InputError for hooks that change or move what a module computes; transformers' own only look."""
-    for place, module in model.named_modules():
-        if hasattr(module, "_hf_hook"):
-            raise InputError(
-                name,
-                f"accelerate moves the tensors of {place or 'the model'} between devices (device_map)",
-                "load it on one device, or give its directory to calibrate",
-            )
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        foreign_hook = next((hook for hook in hooks if not _is_of_transformers(hook)), None)
-        if foreign_hook is not None:
-            called = getattr(foreign_hook, "__qualname__", type(foreign_hook).__name__)
-            raise InputError(
-                name,
-                f"{place or 'the model'} has a forward hook ({called}), which no file would hold",
-                "remove it before",
-            )
-
-
-def _is_of_transformers(hook: object) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("transformers.")
-
-
-def as_rows(texts: Texts) -> str | Path | datasets.Dataset | datasets.DatasetDict:
-    """Make a data set of texts in memory; a name or path stays one.
-
-    Raises InputError for what is none, or holds values of several kinds.
+def check_tokenizer(tokenizer: object, texts: LoadedTexts) -> None:
+    """Raise InputError for a `tokenizer` that is neither one nor a processor with one, and for one that reads no images
+    where `texts` have some.
     """
-    if isinstance(texts, str | Path | datasets.Dataset | datasets.DatasetDict):
-        return texts
-    if isinstance(texts, datasets.IterableDataset | datasets.IterableDatasetDict):
+    name = type(tokenizer).__name__
+    inside = getattr(tokenizer, "tokenizer", None) if isinstance(tokenizer, ProcessorMixin) else tokenizer
+    if not isinstance(inside, PreTrainedTokenizerBase):
         raise InputError(
-            "texts", "is a stream, of which nobody knows the end", "give `Dataset.from_list(list(stream.take(N)))`"
+            name, "is no tokenizer of transformers, and no processor that has one", "give that of the model"
         )
-    columns = texts if isinstance(texts, Mapping) else _columns(texts)
-    plain = {name: [_plain(value) for value in values] for name, values in columns.items()}
-
-    def refusal(error: BaseException) -> InputError:
-        return InputError("texts", f"makes no data set: {error_text(error)}", "give values of one kind")
-
-    with quiet_datasets(), foreign(refusal):
-        return datasets.Dataset.from_dict(plain)
-
-
-def _columns(texts: Sequence[Any]) -> Mapping[str, Sequence[Any]]:
-    """Name the column that a list of documents, of their ids, or of chats is, or those of a list of rows."""
-    values = list(texts)
-    kinds = {_kind(value) for value in values}
-    if len(kinds) != 1 or None in kinds:
-        listed = ", ".join(sorted({type(value).__name__ for value in values})) or "nothing"
+    if texts.with_images and not hasattr(tokenizer, "image_processor"):
         raise InputError(
-            "texts",
-            f"holds {listed}",
-            "give a list of texts, a list of lists of token ids, a list of chats, or a `datasets.Dataset`",
+            name, "reads no images, and texts hold some", "give the model's processor in its place (AutoProcessor)"
         )
-    (kind,) = kinds
-    if kind == "rows":
-        names = dict.fromkeys(name for row in values for name in row)
-        return {name: [row.get(name) for row in values] for name in names}
-    return {str(kind): values}
 
 
-def _kind(value: object) -> str | None:
-    """The column of a document that is text, ids or a chat; `rows` where it has columns itself; None: none of these."""
-    if isinstance(value, str):
-        return "text"
-    if isinstance(value, Mapping):
-        return "rows"
-    value = _plain(value)
-    if not isinstance(value, list) or not value:
-        return None
-    if isinstance(value[0], Mapping):
-        return CHATS[0]
-    return IDS if isinstance(value[0], int) else None
-
-
-def _plain(value: Any) -> Any:
-    """Turn an array or tensor, or a tuple, into lists of Python's own numbers."""
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return value.tolist()
-    return list(value) if isinstance(value, tuple) else value
-
-
-def written_texts(run: Run, texts: str | Path | datasets.Dataset | datasets.DatasetDict) -> tuple[str, str | None]:
-    """Save a data set in `run`; return the names of the texts to calibrate and to evaluate on (None: the end of the
-    first). Those of texts that have a name are returned as they are.
-    """
-    if isinstance(texts, str | Path):
-        return str(texts), None
-    evaluation = None
-    if isinstance(texts, datasets.DatasetDict):
-        evaluation = next((texts[split] for split in EVALUATION_SPLITS if split in texts), None)
-        texts = datasets.DatasetDict({name: rows for name, rows in texts.items() if rows is not evaluation})
-    with quiet_datasets():
-        for rows, path in ((texts, run.loaded_texts), (evaluation, run.loaded_eval_texts)):
-            if rows is not None:
-                with replacing(path) as partial:
-                    rows.save_to_disk(str(partial))
-    return str(run.loaded_texts), None if evaluation is None else str(run.loaded_eval_texts)
-
-
-def write_model(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, notes: Notes) -> None:
-    """Write the model and its tokenizer into `run`, as the source checkpoint.
+def write_model(
+    run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | ProcessorMixin, notes: Notes
+) -> None:
+    """Write the model and its tokenizer or processor into `run`, as the source checkpoint.
 
     Raises InputError where the run was made of another model, and for what transformers refuses to write.
     """
@@ -223,6 +84,8 @@ def write_model(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizer
         with quiet_transformers(), foreign(refusal, OSError):
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
+            if isinstance(tokenizer, ProcessorMixin) and hasattr(tokenizer, "image_processor"):
+                tokenizer.image_processor.save_pretrained(partial)  # a file of its own, which older loaders read
         if run.record().model and target.is_dir() and _digests(partial) != _digests(target):
             raise InputError(
                 run.root,
@@ -231,6 +94,11 @@ def write_model(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizer
             )
     size = sum(file.stat().st_size for file in target.iterdir())
     notes.note(f"{target}: the loaded model is written there ({size / 1e9:.2f} GB), as the source of this run")
+    if nested(model.config) and not isinstance(tokenizer, ProcessorMixin):
+        notes.note(
+            f"{type(tokenizer).__name__}: {type(model).__name__} reads more than text, and the checkpoint gets no "
+            "files of its processor; give that in the place of the tokenizer (AutoProcessor)"
+        )
 
 
 def _digests(folder: Path) -> dict[str, str]:

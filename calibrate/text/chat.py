@@ -20,6 +20,7 @@ from pydantic_core import from_json
 
 from ...core.errors import InputError
 from ..input.untrusted import error_text
+from .image_rows import FORM as IMAGE_FORM
 from .image_rows import is_image
 from .rows import Render, fault
 from .template import Template, TemplateError
@@ -35,6 +36,8 @@ CALL_FORM = 'like {"function": {"name": "…", "arguments": {…}}}'
 #: The keys of a message, and of a tool call, that come first, in this order.
 KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 CALL_KEYS = ("id", "type", "function")
+#: The types of parts that are images at addresses, in OpenAI's API, which rows do not read.
+ADDRESSES = ("image_url", "input_image")
 #: The names of what a model thought before it answered; the first is what templates read, `thinking` for gpt-oss.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -50,7 +53,7 @@ def renderer(tokenizer: "PreTrainedTokenizerBase", name: str) -> Render:
     template refuses them.
     """
     render = message_renderer(tokenizer, name)
-    return lambda where, value: render(where, messages(where, value))
+    return lambda where, value: render(where, messages(where, value, _text_of_row))
 
 
 def message_renderer(
@@ -101,7 +104,9 @@ def content_parts(where: str, content: object) -> list[Message]:
     Text stays in the order in which it stands to images. Raises InputError for a part that is neither.
     """
     parts = content if isinstance(content, list) else [content]
-    return [{"type": "image"} if is_image(part) else {"type": "text", "text": _text(where, [part])} for part in parts]
+    return [
+        {"type": "image"} if is_image(part) else {"type": "text", "text": _text_of_row(where, [part])} for part in parts
+    ]
 
 
 def _message(where: str, value: object, read: ContentReader) -> Message:
@@ -144,6 +149,14 @@ def _text(where: str, content: object) -> str:
     if not isinstance(content, list) or len(lines) < len(parts) or kinds.count("text") < len(kinds):
         raise InputError(where, f"its content is {_shown(content)}", "it must be a string, or parts that are text")
     return "\n".join(lines)
+
+
+def _text_of_row(where: str, content: object) -> str:
+    """The text of a message of a row, whose images are files; raises InputError for images as OpenAI's API has them."""
+    for part in content if isinstance(content, list) else []:
+        if isinstance(part, dict) and part.get("type") in ADDRESSES:
+            raise InputError(where, f"its content has an image as {part['type']}", f"name a file: {IMAGE_FORM}")
+    return _text(where, content)
 
 
 def _listed_calls(where: str, calls: object) -> list[Any]:

@@ -35,7 +35,6 @@ from .rows import (
     IDS,
     MASK,
     READERS,
-    DocumentColumn,
     Documents,
     Kind,
     Reading,
@@ -294,13 +293,14 @@ def read_parquet(path: Path, spec: str, reading: Reading, report: Reporter) -> D
         parquet.ParquetFile(path, buffer_size=BUFFER, pre_buffer=False) as file,
     ):
         column = choose_column(spec, {field.name: _kind(field) for field in file.schema_arrow}, reading)
-        sizes = [_column_bytes(file, group, column) for group in range(file.num_row_groups)]
+        sizes = [_column_bytes(file, group, [column.name]) for group in range(file.num_row_groups)]
+        sizes_with_images = [_column_bytes(file, group, column.names) for group in range(file.num_row_groups)]
         groups = list(range(len(sizes)))
         every = 1
         if sum(sizes) > reading.limit:
             groups = spread(len(sizes), GROUPS)
             every = -(-sum(sizes[group] for group in groups) // reading.limit)
-        batch_rows = min(max(BATCH_BYTES // max([1, *sizes]), 1), BATCH)
+        batch_rows = min(max(BATCH_BYTES // max([1, *sizes_with_images]), 1), BATCH)
         rows = _parquet_rows(file, groups, every, column.names, batch_rows)
         loaded = documents(spec, rows, column, reading, EXPANSION * reading.limit, report)
         if sum(sizes) > reading.limit:
@@ -322,11 +322,13 @@ def _kind(field: "pa.Field[Any]") -> Kind:
     return "other"
 
 
-def _column_bytes(file: "parquet.ParquetFile", group: int, column: DocumentColumn) -> int:
+def _column_bytes(file: "parquet.ParquetFile", group: int, names: Sequence[str]) -> int:
     metadata = file.metadata.row_group(group)
     chunks = (metadata.column(number) for number in range(metadata.num_columns))
     return sum(
-        chunk.total_uncompressed_size for chunk in chunks if (chunk.path_in_schema + ".").startswith(f"{column.name}.")
+        chunk.total_uncompressed_size
+        for chunk in chunks
+        if f"{chunk.path_in_schema}.".startswith(tuple(f"{name}." for name in names))
     )
 
 

@@ -14,7 +14,7 @@ import hashlib
 import io
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,9 @@ FILE_BYTES = 64 << 20
 PIXELS = 89_478_485
 #: The names of the path in a part that is an image.
 PATHS = ("path", "image")
+#: The columns of tables that hold the images of a row, and the text that stands for one in its strings.
+COLUMNS = ("images", "image")
+MARK = "<image>"
 FORM = 'a part is like {"type": "image", "path": "cat.png"}, a file in the folder of the text'
 
 
@@ -79,24 +82,55 @@ def is_image(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") == "image"
 
 
+def image_column(names: Iterable[str]) -> str | None:
+    """The column of images among `names`; None where there is none."""
+    return next((name for name in COLUMNS if name in names), None)
+
+
+def check_parts(spec: str, where: str, value: object, column: str | None, images: object) -> None:
+    """Raise InputError where a row has `images`, those under `column`, and the chat or text `value` no part for them:
+    they would be left out, and what stands for them read as text.
+    """
+    marked = isinstance(value, str) and MARK in value
+    without_part = isinstance(value, list) and not any(True for _ in image_parts(value))
+    if column is None or not images or not (marked or without_part):
+        return
+    raise InputError(
+        spec,
+        f"{where} has images under `{column}`, and no part of a message for them",
+        f"write each where it stands ({FORM}), or leave the column out",
+    )
+
+
 def image_files(where: str, chat: object, folder: Path) -> list[ImageFile]:
     """Check and list the images of the row `where`, whose text lies in `folder`; raises InputError."""
-    files = []
-    for part in image_parts(chat):
-        path = _within(where, part, folder)
-        content = _content(where, path)
-        decoded(where, str(path), content)
-        files.append(ImageFile(path=str(path), sha256=hashlib.sha256(content).hexdigest()))
-    return files
+    return [image_file(where, _within(where, part, folder)) for part in image_parts(chat)]
+
+
+def image_file(where: str, path: Path) -> ImageFile:
+    """Check the image of the row `where` at `path`; raises InputError."""
+    content = _content(where, path)
+    decoded(where, str(path), content)
+    return ImageFile(path=str(path), sha256=hashlib.sha256(content).hexdigest())
+
+
+def image_of(part: Mapping[str, Any]) -> object:
+    """The path of the image that is `part`, or what else stands there; None: nothing."""
+    return next((part[key] for key in PATHS if part.get(key) is not None), None)
+
+
+def check_image_name(where: str, name: object, form: str = FORM) -> str:
+    """Return `name`, the path of an image of the row `where`; raises InputError, with `form`, for one that is none."""
+    if not isinstance(name, str) or not name:
+        raise InputError(where, "has an image without a path", form)
+    if "://" in name or name.startswith("data:"):
+        raise InputError(where, f"its image {name[:60]} is no file", "save it beside the text, and name that")
+    return name
 
 
 def _within(where: str, part: Mapping[str, Any], folder: Path) -> Path:
     """The path of the image in `part`, links followed; raises InputError for one that is not within `folder`."""
-    name = next((part[key] for key in PATHS if part.get(key) is not None), None)
-    if not isinstance(name, str) or not name:
-        raise InputError(where, "has an image without a path", FORM)
-    if "://" in name or name.startswith("data:"):
-        raise InputError(where, f"its image {name[:60]} is no file", "save it beside the text, and name that")
+    name = check_image_name(where, image_of(part))
     with foreign(lambda error: InputError(where, f"its image {name[:60]!r} is no path", FORM)):
         path = (folder / name).resolve()
         outside = not path.is_relative_to(folder.resolve())
@@ -109,7 +143,7 @@ def _content(where: str, path: Path) -> bytes:
     try:
         return read_bytes(path, FILE_BYTES)
     except InputError as error:
-        raise InputError(where, f"its image {error.subject} {error.fault}", error.remedy) from None
+        raise InputError(where, f"its image {error.subject}: {error.fault}", error.remedy) from None
 
 
 def decoded(where: str, name: str, content: bytes) -> "Image":

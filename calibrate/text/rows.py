@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeGuard
 from ...core.errors import InputError
 from ...core.reporter import SILENT, Reporter
 from .formats import FORMATS
-from .image_rows import image_parts
+from .image_rows import check_parts, image_column, image_parts
 
 #: The most that is read of a text, in bytes or characters: some 8 million tokens, eight times the default calibration.
 READ_AT_MOST = 32_000_000
@@ -85,16 +85,20 @@ def reads(format: str) -> Callable[[Reader], Reader]:
 
 @dataclass(frozen=True)
 class DocumentColumn:
-    """The column that documents are read from; `mask`: the one that says which of its ids are padding."""
+    """The column that documents are read from; `mask`: the one that says which of its ids are padding; `images`: the
+    one with the images of a row.
+    """
 
     name: str
     kind: Kind
     mask: str | None = None
+    images: str | None = None
 
     @property
     def names(self) -> list[str]:
-        """The columns to read."""
-        return [self.name] if self.mask is None else [self.name, self.mask]
+        """The columns to read; images beside strings are not, which most often describe them."""
+        images = self.images if self.kind == "chats" else None
+        return [name for name in (self.name, self.mask, images) if name is not None]
 
 
 def column_kind(name: str, value: object) -> Kind:
@@ -125,7 +129,7 @@ def choose_column(spec: str, kinds: Mapping[str, Kind], reading: Reading) -> Doc
     strings = [name for name, kind in kinds.items() if kind == "strings"]
     chat = next((name for name in CHATS if kinds.get(name) == "chats" and reading.column is None), None)
     if chat and reading.render and (reading.chats_first or "text" not in strings):
-        return DocumentColumn(chat, "chats")
+        return DocumentColumn(chat, "chats", images=image_column(kinds))
     if chat and "text" not in strings:
         raise InputError(
             spec,
@@ -144,7 +148,7 @@ def choose_column(spec: str, kinds: Mapping[str, Kind], reading: Reading) -> Doc
         raise InputError(
             spec, f"has no column `{wanted}` of strings; its columns are {columns}", "name the one to read `text`"
         )
-    return DocumentColumn(wanted, "strings")
+    return DocumentColumn(wanted, "strings", images=image_column(kinds))
 
 
 def choose_split(spec: str, splits: list[str], reading: Reading) -> str:
@@ -178,6 +182,8 @@ def documents(
         if value is None:
             missing += 1
             continue
+        images = row.get(column.images) if column.kind == "chats" and column.images is not None else True
+        check_parts(spec, where, value, column.images, images)
         if reading.images and column.kind == "chats" and any(True for _ in image_parts(value)):
             with_images.append((where, value))
             characters += len(str(value))

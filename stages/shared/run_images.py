@@ -1,19 +1,24 @@
 """The rows with images of a run: as a text has them, and as `images.json` does.
 
 Each is a window of its own, which the whole model reads with its images as it would in use. Their files stay where they
-are: the document has their paths and digests.
+are: the document has their paths and digests. Those of a caller who had them in memory lie in the run.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from pydantic import Field
 
 from ...calibrate.text.image_rows import ImageRow, digest
 from ...core.files import FirstSchema, Strict, read_document
 from ...core.run import Run
+from ...core.run_files import LOADED
 from ..pipeline.stages import CORPUS
 from .texts import Text
+
+#: The parts of the path of an image in a run: `loaded/texts/images/000001.png`.
+RUN_DEPTH = 4
 
 
 @dataclass(frozen=True)
@@ -63,4 +68,19 @@ def load_image_rows(run: Run) -> ImageRows | None:
     """Read `images.json`; None for a run without rows with images. Raises InputError for a damaged file."""
     if not has_image_rows(run):
         return None
-    return read_document(run.require(run.images, CORPUS.name), ImageRows)
+    rows = read_document(run.require(run.images, CORPUS.name), ImageRows)
+    return ImageRows(
+        calibration=[_moved_with(run, row) for row in rows.calibration],
+        evaluation=[_moved_with(run, row) for row in rows.evaluation],
+    )
+
+
+def _moved_with(run: Run, row: ImageRow) -> ImageRow:
+    """Name the images of `row` that lie in `run` where they are now: it may have been moved."""
+    images = []
+    for image in row.images:
+        path = Path(image.path)
+        inside = run.root / Path(*path.parts[-RUN_DEPTH:])
+        moved = not path.exists() and inside.is_relative_to(run.root / LOADED) and inside.is_file()
+        images.append(image.model_copy(update={"path": str(inside.resolve())}) if moved else image)
+    return row.model_copy(update={"images": images})

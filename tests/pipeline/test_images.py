@@ -284,12 +284,12 @@ def test_a_faulty_image_is_one_line_with_its_row_and_nothing_is_written(folders:
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "a.png").write_bytes(b"GIF89a")
     for name, fault in {
-        "a.png": "is none in PNG, JPEG, WEBP; convert it",
-        "b.png": "there is no such file; copy or download it again",
+        "a.png": " is none in PNG, JPEG, WEBP; convert it",
+        "b.png": ": there is no such file; copy or download it again",
     }.items():
         path = write_rows(tmp_path / "rows" / "rows.jsonl", [asking(name)])
         said = refused(folders, tmp_path / "run", str(path), "text.txt")
-        assert said == f"{path}: line 1: its image {(tmp_path / 'rows' / name).resolve()} {fault}"
+        assert said == f"{path}: line 1: its image {(tmp_path / 'rows' / name).resolve()}{fault}"
 
 
 def test_models_and_processors_that_do_not_fit_are_refused(

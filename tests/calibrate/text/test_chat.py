@@ -278,6 +278,13 @@ def test_without_a_template_the_option_is_named(tmp_path: Path) -> None:
             ),
         ),
         (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://example.org"}}]}],
+            (
+                ", message 1 (user): its content has an image as image_url; name a file: a part is like "
+                '{"type": "image", "path": "cat.png"}, a file in the folder of the text'
+            ),
+        ),
+        (
             [{"role": "user", "content": "a\ud83d"}],
             ", message 1 (user): its content holds half of a surrogate pair, which is no character; mend it",
         ),

@@ -130,7 +130,7 @@ def test_a_huge_file_is_refused(tmp_path: Path) -> None:
     with open(tmp_path / "a.png", "wb") as file:
         file.truncate(image_rows.FILE_BYTES + 1)
     assert refusal(tmp_path, "a.png") == (
-        f"{WHERE}: its image {(tmp_path / 'a.png').resolve()} has 67,108,865 bytes, and 67,108,864 are the most that "
+        f"{WHERE}: its image {(tmp_path / 'a.png').resolve()}: has 67,108,865 bytes, and 67,108,864 are the most that "
         "are read of such a file; it is damaged, or not to be trusted"
     )
 
@@ -149,9 +149,12 @@ def other_format(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "fault"),
     [
-        (lambda path: None, "there is no such file; copy or download it again"),
-        (lambda path: path.symlink_to(path.parent / "gone.png"), "there is no such file; copy or download it again"),
-        (lambda path: path.mkdir(), "is a directory; copy or download it again"),
+        (lambda path: None, "a.png: there is no such file; copy or download it again"),
+        (
+            lambda path: path.symlink_to(path.parent / "gone.png"),
+            "gone.png: there is no such file; copy or download it again",
+        ),
+        (lambda path: path.mkdir(), "a.png: is a directory; copy or download it again"),
         (lambda path: path.write_bytes(b""), "is none in PNG, JPEG, WEBP; convert it"),
         (lambda path: path.write_text("<svg/>"), "is none in PNG, JPEG, WEBP; convert it"),
         (other_format, "is none in PNG, JPEG, WEBP; convert it"),
@@ -216,3 +219,35 @@ def test_tables_of_such_rows_are_read_too(tmp_path: Path) -> None:
             {"type": "text", "text": "What?"},
         ]
     assert json.dumps(rows)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "saved"])
+def test_images_in_a_column_want_parts_of_messages(form: str, tmp_path: Path) -> None:
+    """As TRL's and LLaVA's rows have them, beside strings; rows without an image are read."""
+    content = [{"role": "user", "content": "<image>What?"}]
+    rows: list[dict[str, Any]] = [{"messages": content, "images": []}, {"messages": content, "images": ["a.png"]}]
+    data = datasets.Dataset.from_list(rows)
+    path = tmp_path / f"chats.{form}"
+    if form == "jsonl":
+        write_rows(path, rows)
+    elif form == "parquet":
+        data.to_parquet(path)
+    else:
+        data.save_to_disk(path)
+    where = "line 2" if form == "jsonl" else "row 2"
+    with pytest.raises(InputError) as refused:
+        load_documents(str(path), Reading(render=lambda where, chat: "text", images=True))
+    assert str(refused.value) == (
+        f"{path}: {where} has images under `images`, and no part of a message for them; write each where it stands (a "
+        'part is like {"type": "image", "path": "cat.png"}, a file in the folder of the text), or leave the column out'
+    )
+
+
+def test_a_text_that_marks_its_image_is_none_to_read_alone(tmp_path: Path) -> None:
+    described = [{"text": "A cat.", "image": "a.png"}]
+    assert load_documents(str(write_rows(tmp_path / "a.jsonl", described))).texts == ["A cat."]
+    marked = write_rows(tmp_path / "b.jsonl", [{"text": "<image>What?", "image": "a.png"}])
+    with pytest.raises(InputError, match="line 1 has images under `image`, and no part of a message for them; write"):
+        load_documents(str(marked))
+    alone = write_rows(tmp_path / "c.jsonl", [{"text": "The tag <image> of SVG."}])
+    assert load_documents(str(alone)).texts == ["The tag <image> of SVG."]
