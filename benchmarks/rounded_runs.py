@@ -33,6 +33,7 @@ from fp8q.api import CalibrateOptions, ExportOptions, RescaleOptions, calibrate,
 from fp8q.calibrate.model.source import load_model
 from fp8q.core.run import Run
 from fp8q.options import PRESETS, WeightRounding
+from fp8q.stages.pipeline.stages import QUANTIZE
 from fp8q.stages.shared.sources import source_of
 
 #: Tokens of a calibration window.
@@ -89,6 +90,13 @@ class RoundedRuns:
         if run.model.is_dir() and (self.folder / f"{_file_name(self.first)}.json").is_file():
             return run  # what it was rescaled to since does not matter
         return self.calibrated(run.root, weight_rounding=self.first)
+
+    @cached_property
+    def whole(self) -> Run:
+        """The run with all its weights in FP8, whatever it was rescaled to since."""
+        if self.run.options(QUANTIZE).bf16_weights:
+            scales(self.run.root, RescaleOptions(**PLAIN | {"weight_rounding": "nearest"}))
+        return self.run
 
     def calibrated(self, root: Path, **chosen: Any) -> Run:
         """Calibrate the model into `root`, in two codes and on the usual windows unless `chosen` otherwise."""

@@ -128,7 +128,7 @@ class ServedRows:
         """`judged`: has the model's source, and judges the rows."""
         self.runs = runs
         self.source = judged.source
-        self.activations = load_scales(runs.run).activations
+        self.activations = load_scales(runs.whole).activations
         self.windows = load_tokens(runs.run, runs.run.calibration)
 
     def makers(self, python: str | None) -> dict[str, Callable[[], nn.Module]]:
