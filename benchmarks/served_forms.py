@@ -25,7 +25,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +134,8 @@ class ServedRows:
     def makers(self, python: str | None) -> dict[str, Callable[[], nn.Module]]:
         """Row -> a function that makes its model; `python`: the interpreter that has llm-compressor."""
         rows: dict[str, Callable[[], nn.Module]] = {
-            MODELOPT: lambda: self._static(self._modelopt()),
-            MODELOPT_WRITTEN: lambda: self._as_written(self._modelopt()),
+            MODELOPT: lambda: self._static(self._modelopt),
+            MODELOPT_WRITTEN: lambda: self._as_written(self._modelopt),
         }
         if python:
             rows |= {
@@ -185,6 +185,7 @@ class ServedRows:
         """One scale for each weight and each input, as vLLM loads them."""
         return self._as_written(replace(stored, weights=joined_again(stored.weights, stored.scales)))
 
+    @cached_property
     def _modelopt(self) -> StoredCodes:
         """ModelOpt's weights and inputs under its scales, which are amax / 448 in FP32."""
         model, _ = modelopt(str(self.runs.directory), self.windows, set(self.activations), torch.float32)
