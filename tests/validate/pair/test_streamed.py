@@ -186,7 +186,7 @@ def test_weights_are_looked_up_a_layer_at_a_time(demo_checkpoint: Path, monkeypa
 
     monkeypatch.setattr(chain, "open_layer", counted)
     assert (UP in weights, f"{UP}.more" in weights) == (True, False)
-    assert {name for name, _ in weights.items()} == matrices(chain.whole).keys()
+    assert {name for name, _ in weights.items()} == matrices(chain.model).keys()
     assert asked == [1, 0, 1, 2, 3], "each layer is loaded once in a pass"
 
 
