@@ -60,6 +60,8 @@ They join stages:
 
     calibrate        model and text to checkpoint and graphs, by one process or several ranks; scales chosen again
     loaded_model     the same of a model and texts that are in memory
+    loaded_checks    refuse a model in memory that its files would not hold whole
+    loaded_texts     texts in memory brought to one form, checked and written, with their images
     merge            add separately measured runs, then choose scales and export
     run              all stages, one after the other, refusing before the first what the later ones would
 """
