@@ -93,7 +93,7 @@ BY_HAND: Mapping[str, str] = {
     "convert": "convert.py",
     "decoded_windows": "decoded_windows.py --windows 8 --context 192 --prompt 128",
     "convert_classes": "convert_classes.py",
-    "mxfp8": "mxfp8.py",
+    "mxfp8": "mxfp8.py --rows '^(one|dynamic|block.*|MXFP8.*)$'",
     "weight_levers": "weight_levers.py smollm2 --rows '^(nearest|gptq, (16|256|the))'",
     "weight_levers_gemma3": "weight_levers.py gemma3 --rows '^(exact|gptq, (weighed|16|the worst)|nearest)'",
     "weight_levers_exact": "weight_levers.py smollm2 --rows '^(gptq, weighed|exact)'",
@@ -102,13 +102,15 @@ BY_HAND: Mapping[str, str] = {
     "input_mixes_gemma3": (
         "input_mixes.py gemma3 --rows '^(0% exact$|10%|25%|50%|100%)' --windows 24 --runs build/runs"
     ),
-    **{
-        name: (
-            f"served_forms.py {model} --rows '^(ModelOpt|MX|llm.*BLOCK$|fp8q, (block|one, --weight).*nearest)' "
-            "--runs build/runs"
-        )
-        for name, model in (("served_forms", "smollm2"), ("served_forms_gemma3", "gemma3"))
-    },
+    "served_forms": "served_forms.py smollm2 --runs build/runs",
+    "served_forms_gemma3": (
+        "served_forms.py gemma3 --rows '^(?!fp8q, (block, gptq|one, --weight-scale tensor, gptq))' --windows 24 "
+        "--runs build/runs"
+    ),
+    "served_forms_qwen_coder": (
+        "served_forms.py qwen_coder --rows '^(?!fp8q, (block, gptq|one, --weight-scale tensor, gptq))' --samples 16 "
+        "--runs build/runs"
+    ),
     "weight_levers_outputs": "weight_levers.py smollm2 --rows '^(gptq, weighed|output side$)' --runs build/runs",
     "weight_levers_outputs_exact": (
         "weight_levers.py smollm2 --rows '^(gptq, weighed|exact$|output side, exact)' --runs build/runs"
@@ -118,6 +120,9 @@ BY_HAND: Mapping[str, str] = {
     ),
     "weight_levers_qwen_coder": "weight_levers.py qwen_coder --rows '^(nearest|exact$)' --samples 16 --runs build/runs",
     "weight_levers_shrunk": "weight_levers.py smollm2 --rows '^(gptq, weighed|exact$)' --runs build/runs",
+    "weight_levers_shrunk_gemma3": (
+        "weight_levers.py gemma3 --rows '^(gptq, weighed|exact$)' --windows 24 --runs build/runs"
+    ),
     "weight_levers_learned": "weight_levers.py smollm2 --rows '^output side, exact' --runs build/runs",
     "weight_levers_most": "weight_levers.py smollm2 --rows '^every.*s$' --runs build/runs",
     "real_models_smollm2": "real_models.py smollm2 --rows '^(?!.*sequential)'",
@@ -162,6 +167,7 @@ PEERS = (
     "real_models_gemma3",
     "served_forms",
     "served_forms_gemma3",
+    "served_forms_qwen_coder",
 )
 #: Part of `PEERS` -> the arguments that leave the peer's rows as they are.
 WITHOUT_PEER: Mapping[str, Sequence[str]] = {"accuracy": ("--again", f"^(?!{re.escape(COMPRESSOR)})")}

@@ -1,64 +1,85 @@
 """The tables of docs/forms.md: what each form costs as a server computes it, and what lies between two forms."""
 
 from collections.abc import Mapping
+from statistics import geometric_mean
+from typing import Any
 
 from markdown import load, table
 
-from pages.real import BF16, EXACT_ALONE, flips, kl, perplexity, rows_in, rows_of
-from pages.real import MODELS as REAL_MODELS
+from pages.real import BF16, MODELOPT, flips, kl, perplexity, rows_in
 
-#: What a decision compares: row of the result -> its name there. Blocks were measured before powers of two.
+#: What a decision compares: row of the result -> its name there.
 DECIDED = {
     "one": "`one`",
     "dynamic": "`dynamic`",
-    "block": "`block`, `--block-scale-grid bf16`",
+    "block": "`block`",
+    "block, FP32 scales": "`block`, `--block-scale-grid bf16`, on Ada",
+    "block, FP32 scales, rounded again": "`block`, `--block-scale-grid bf16`, on Blackwell",
     "MXFP8, floor": "MXFP8, exponents by floor",
     "MXFP8, up": "MXFP8, exponents up",
 }
 NAMES = {"demo": "demo", "smollm2": "SmolLM2-135M"}
-#: Rows of forms as servers compute them: the title, and the row in the results of `served_forms.py` or, where a server
-#: computes what was written, of `real_models.py`.
+#: ModelOpt's files where no server codes joined weights again.
+MODELOPT_WRITTEN = f"{MODELOPT}, as written"
+#: Rows of `served_forms.py` -> their titles.
 SERVED: Mapping[str, str] = {
-    "ModelOpt `FP8_DEFAULT_CFG`": "ModelOpt FP8_DEFAULT_CFG",
-    "llm-compressor `FP8`": "llm-compressor FP8",
-    "llm-compressor `FP8_BLOCK`": "llm-compressor FP8_BLOCK",
+    BF16: "BF16 itself",
+    MODELOPT: "ModelOpt `FP8_DEFAULT_CFG`",
+    MODELOPT_WRITTEN: "ModelOpt `FP8_DEFAULT_CFG`, as written",
+    "llm-compressor FP8": "llm-compressor `FP8`",
+    "llm-compressor FP8_DYNAMIC": "llm-compressor `FP8_DYNAMIC`",
+    "llm-compressor FP8_BLOCK": "llm-compressor `FP8_BLOCK`",
+    "llm-compressor FP8_BLOCK, FP32 scales": "llm-compressor `FP8_BLOCK`, on Ada",
     "MXFP8": "MXFP8",
-    "`one`, `--weight-scale tensor`, `nearest`": "fp8q, one, --weight-scale tensor, nearest",
-    "`one`, `--weight-scale tensor`, `gptq`": "fp8q, one, --weight-scale tensor, gptq",
-    "`block`, `nearest`": "fp8q, block, nearest",
-    "`block`, `gptq`": "fp8q, block, gptq",
-    "`block`, `--block-scale-grid bf16`, `nearest`, on Ada": "fp8q, block, FP32 scales, nearest",
+    "fp8q, one, nearest": "`one`, `nearest`",
+    "fp8q, one, --weight-scale tensor, nearest": "`one`, `--weight-scale tensor`, `nearest`",
+    "fp8q, dynamic, nearest": "`dynamic`, `nearest`",
+    "fp8q, block, nearest": "`block`, `nearest`",
+    "fp8q, block, FP32 scales, nearest": "`block`, `--block-scale-grid bf16`, `nearest`, on Ada",
+    "fp8q, two, nearest": "`two`, `nearest`, with `fp8q-vllm`",
+    "fp8q, bf16, nearest": "`bf16`, `nearest`",
+    "fp8q, one, gptq": "`one`, `gptq`",
+    "fp8q, one, --weight-scale tensor, gptq": "`one`, `--weight-scale tensor`, `gptq`",
+    "fp8q, dynamic, gptq": "`dynamic`, `gptq`",
+    "fp8q, block, gptq": "`block`, `gptq`",
+    "fp8q, tail:64, gptq": "`tail:64`, `gptq`, with `fp8q-vllm`",
+    "fp8q, two, gptq": "`two`, `gptq`, with `fp8q-vllm`",
+    "fp8q, bf16, gptq": "`bf16`, `gptq`",
+    "fp8q, tail:64, --preset exact": "`tail:64`, `--preset exact`, with `fp8q-vllm`",
+    "fp8q, bf16, --preset exact": "`bf16`, `--preset exact`",
 }
-WRITTEN: Mapping[str, str] = {
-    "BF16 itself": BF16,
-    "llm-compressor `FP8_DYNAMIC`": "llm-compressor FP8_DYNAMIC",
-    "llm-compressor `FP8_BLOCK`, on Ada": "llm-compressor FP8_BLOCK",
-    "`one`, `nearest`": "fp8q, default",
-    "`one`, `gptq`": "fp8q, one code, gptq",
-    "`dynamic`, `nearest`": "fp8q, dynamic",
-    "`dynamic`, `gptq`": "fp8q, dynamic, gptq",
-    "`tail:64`, `gptq`, with `fp8q-vllm`": "fp8q, a tail of 64, gptq",
-    "`two`, `gptq`, with `fp8q-vllm`": "fp8q, two codes, gptq",
-    "`bf16`, `nearest`": "weights alone, nearest",
-    "`bf16`, `gptq`": "weights alone, gptq",
-    "`bf16`, `--preset exact`": EXACT_ALONE,
+#: Result of the served forms of a model -> the model's name.
+SERVED_RESULTS = {
+    "served_forms": "SmolLM2-135M",
+    "served_forms_gemma3": "Gemma 3 270M",
+    "served_forms_qwen_coder": "Qwen2.5-Coder-1.5B",
 }
-#: Model -> the results of its served forms.
-SERVED_RESULTS = {"smollm2": "served_forms", "gemma3": "served_forms_gemma3"}
 
 
 def served_forms() -> str:
-    """Every form as a server computes it, the lossiest first."""
+    """KL over BF16's own of every form as a server computes it, the lossiest first, a column for each model."""
+    results = {model: rows_in(result) for result, model in SERVED_RESULTS.items()}
+
+    def times(row: str) -> list[float | None]:
+        return [rows[row]["kl_over_bf16"] if row in rows else None for rows in results.values()]
+
+    def mean(row: str) -> float:
+        return geometric_mean(value for value in times(row) if value is not None)
+
+    rows = sorted((row for row in SERVED if row != BF16), key=mean, reverse=True)
+    cells = [[SERVED[row], *("" if value is None else f"{value:.1f}" for value in times(row))] for row in rows]
+    return table(["form", *results], cells)
+
+
+def served_figures() -> str:
+    """All figures of every form, one model after the other."""
     cells = []
-    for model, result in SERVED_RESULTS.items():
-        served, written = rows_in(result), rows_of(model)
-        rows = {title: served[name] for title, name in SERVED.items() if name in served}
-        rows |= {title: written[name] for title, name in WRITTEN.items()}
-        of_bf16 = written[BF16]["kl_mean_micronats"]
-        for title, row in sorted(rows.items(), key=lambda named: -named[1]["kl_mean_micronats"]):
-            times = row.get("kl_over_bf16", row["kl_mean_micronats"] / of_bf16)
-            cells.append([REAL_MODELS[model], title, kl(row), f"{times:.1f}", perplexity(row), flips(row)])
-    return table(["model", "form", "KL × 10⁶", "over BF16's", "perplexity", "flips"], cells)
+    for result, model in SERVED_RESULTS.items():
+        rows = rows_in(result)
+        for name in sorted(rows, key=lambda name: -rows[name]["kl_mean_micronats"]):
+            row = rows[name]
+            cells.append([model, SERVED[name], kl(row), perplexity(row), flips(row)])
+    return table(["model", "form", "KL × 10⁶", "perplexity", "flips"], cells)
 
 
 #: Model -> the result of its mixes; row -> its title.
@@ -115,12 +136,19 @@ def exact_kinds() -> str:
 
 
 def mxfp8_decision() -> str:
-    """KL of MXFP8 and of what it would stand beside."""
+    """KL of MXFP8 and of what it would stand beside, and the noise of weights."""
     results = load("mxfp8")["results"]
-    rows = [[title, *(kl(results[model]["rows"][form]) for model in NAMES)] for form, title in DECIDED.items()]
-    return table(["form", *NAMES.values()], rows)
+
+    def cells(row: Mapping[str, Any]) -> list[str]:
+        return [kl(row), f"{row['weights_db']:.1f} dB"]
+
+    rows = [
+        [title, *(cell for model in NAMES for cell in cells(results[model]["rows"][form]))]
+        for form, title in DECIDED.items()
+    ]
+    return table(["form", *(cell for name in NAMES.values() for cell in (name, "weights over their errors"))], rows)
 
 
-TABLES = (served_forms, exact_shares)
+TABLES = (served_forms, served_figures, exact_shares)
 KIND_TABLES = (input_mixes, exact_kinds)
 DECISION_TABLES = (mxfp8_decision,)

@@ -110,6 +110,7 @@ def output_side() -> str:
 #: same rows before, where there is one.
 SHRUNK: Mapping[str, tuple[str, str | None]] = {
     "SmolLM2-135M": ("weight_levers_shrunk", "weight_levers_outputs_exact"),
+    "Gemma 3 270M": ("weight_levers_shrunk_gemma3", "weight_levers_outputs_gemma3"),
     "Qwen2.5-Coder-1.5B": ("weight_levers_qwen_coder", None),
 }
 
