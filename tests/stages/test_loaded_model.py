@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -414,6 +414,17 @@ def test_a_forward_that_a_removed_hook_gave_back_is_taken(model: PreTrainedModel
     check_loaded(model)
 
 
+@pytest.fixture
+def new_accelerate() -> Iterator[None]:
+    """Forget what accelerate holds for the whole process, before the test and after it."""
+    from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("new_accelerate")
 def test_a_model_that_was_trained_is_taken(model: PreTrainedModel) -> None:
     """In mixed precision by accelerate, as the Trainer does, which wraps `forward`; with an adapter that is merged."""
     import peft
