@@ -88,7 +88,7 @@ class RoundedRuns:
         """The run that rows are rescaled from."""
         run = Run(self.folder / ("run" if self.first == GPTQ else f"run, {self.first}"))
         if run.model.is_dir() and (self.folder / f"{_file_name(self.first)}.json").is_file():
-            return run  # what it was rescaled to since does not matter
+            return run  # which may have been rescaled since
         return self.calibrated(run.root, weight_rounding=self.first)
 
     @cached_property

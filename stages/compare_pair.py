@@ -61,13 +61,14 @@ from ..validate.pair.document import (
 )
 from ..validate.pair.models import (
     BY_FP8Q,
+    ORIGINAL_IN_CODES,
     CandidateLoading,
     by_transformers,
     check_codes,
     check_directory,
     check_same_shape,
     check_same_tokens,
-    coded_original,
+    coded_source,
     dequantizable,
     identify,
     load_candidate,
@@ -271,7 +272,7 @@ def _compared_by_layer(pair: CheckpointPair, work: WorkFolder, vocabulary: int) 
 
 def _original_chain(path: Path, dtype: torch.dtype) -> CheckpointChain | Chain:
     with _no_chain():
-        coded = coded_original(path)
+        coded = coded_source(path)
         return Chain(coded, device(), dtype) if coded else CheckpointChain(path, "", device(), dtype)
 
 
@@ -455,7 +456,7 @@ def _explained(
         modules=modules,
         hidden=hidden,
         causes=causes,
-        notes=[loading.note] if loading.note else [],
+        notes=[note for note in (ORIGINAL_IN_CODES if coded_source(pair.paths[0]) else None, loading.note) if note],
         unseen=unseen(pair.evaluation.ids.shape[1], max_positions({**pair.configs[0], **text_fields(pair.configs[0])})),
     )
 

@@ -3,6 +3,7 @@
 import re
 
 from markdown import Figures, load, table
+from published_sizes import class_of
 
 
 def architectures() -> str:
@@ -121,7 +122,7 @@ def published_classes() -> str:
     head = ["model", "class", "calibrate", "validate", "convert", "transformers loads both", "vLLM runs both"]
     rows = _ran(measured["rows"])
     models = ((model, name) for model, name in measured["models"].items() if name in rows)
-    return table(head, ([model, f"`{name.partition('/')[0]}`", *_steps(rows[name])] for model, name in models))
+    return table(head, ([model, f"`{class_of(name)}`", *_steps(rows[name])] for model, name in models))
 
 
 def _ran(rows: Figures) -> Figures:

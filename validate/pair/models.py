@@ -40,6 +40,8 @@ WEIGHTS = ("weight", "weight_packed", "qweight")
 WEIGHTS_ALONE = "inputs stay in BF16, so what is measured is the rounding of the weights alone"
 #: What a note says of ModelOpt's form.
 IN_OTHER_FORM = "transformers knows no ModelOpt, and gets these codes and scales as compressed-tensors"
+#: What a note says of an original in codes.
+ORIGINAL_IN_CODES = "the original is in codes, and counts by the values of its weights, with inputs in BF16"
 #: Of FP8 in blocks, transformers multiplies codes on a GPU alone.
 BLOCKS = "fp8"
 
@@ -170,15 +172,19 @@ BY_FP8Q = CandidateLoading(
 )
 
 
-def coded_original(path: Path) -> Source | None:
-    """Open an original whose codes fp8q dequantizes: it counts by the values of its weights, and inputs stay in BF16.
-    None for one without codes, or in another form, which transformers may know.
+def coded_source(path: Path) -> Source | None:
+    """Open a checkpoint whose codes fp8q dequantizes: as the original of a comparison it counts by the values of its
+    weights, and inputs stay in BF16. None for one without codes, or in another form, which transformers may know.
+
+    Raises InputError or BackendError for what is wrong with one of ModelOpt's: transformers reads none of them.
     """
     if quantization_of(path, read_json(path / "config.json")) is None:
         return None
     try:
         source = open_source(str(path), fingerprinted=False, recognize=recognize)
     except (InputError, BackendError):
+        if _is_modelopts(path):
+            raise
         return None
     return source if source.coding is not None else None
 
@@ -188,7 +194,7 @@ def load_original(path: Path, dtype: torch.dtype, device: str) -> torch.nn.Modul
 
     Raises InputError or BackendError where it does not load.
     """
-    coded = coded_original(path)
+    coded = coded_source(path)
     return load_model(coded, dtype, device) if coded else TransformersLoader(path, "", device, dtype).load()
 
 
@@ -234,14 +240,9 @@ def _dequantized(path: Path, device: str, refused: Fp8qError) -> torch.nn.Module
 
 
 def dequantizable(path: Path, refused: Fp8qError) -> Source:
-    """Open a checkpoint whose codes fp8q dequantizes; raise `refused` for any other, but for one of ModelOpt's what is
-    wrong with it: transformers reads none of them.
-    """
-    try:
-        source = open_source(str(path), fingerprinted=False, recognize=recognize)
-    except (InputError, BackendError) as error:
-        raise (error if _is_modelopts(path) else refused) from None
-    if source.coding is None:
+    """Open a checkpoint whose codes fp8q dequantizes; raise `refused` for any other, as `coded_source` tells them."""
+    source = coded_source(path)
+    if source is None:
         raise refused from None
     return source
 

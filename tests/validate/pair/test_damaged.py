@@ -24,6 +24,7 @@ from fp8q.options import ConvertOptions, PairOptions
 from fp8q.options.scales import Layout
 from fp8q.stages.compare_pair import CheckpointPair, results_folder
 from fp8q.validate.pair.document import CheckpointIdentity, PairComparison, check_pair
+from fp8q.validate.pair.models import ORIGINAL_IN_CODES
 from tests.quantize.reading.fp8_checkpoints import fine_grained, modelopt
 from tests.validate.pair import damaged
 from tests.validate.pair.damaged import UP, quantized
@@ -98,6 +99,7 @@ def test_an_original_in_blocks_counts_by_the_values_of_its_codes(
     )  # fmt: skip
     found = api.compare_checkpoints(original, candidate, options)
     assert found.passes
+    assert found.notes == [ORIGINAL_IN_CODES]
     assert 0 < found.kl_nats.mean < 0.05
 
 
@@ -362,6 +364,15 @@ def test_modelopts_own_export_is_read(compared: Compare, demo_checkpoint: Path, 
 def test_a_modelopt_checkpoint_that_contradicts_itself_is_named(compared: Compare) -> None:
     with pytest.raises(InputError, match="config.json: says quant_algo FP8_PER_CHANNEL_PER_TOKEN, and hf_quant_config"):
         compared(damaged.as_modelopt_that_contradicts)
+
+
+def test_an_original_of_modelopts_that_contradicts_itself_is_named(
+    demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
+) -> None:
+    original = quantized(demo_checkpoint, tmp_path / "original", damaged.as_modelopt_that_contradicts)
+    options = PairOptions(data=str(demo_texts.evaluation), out=tmp_path / "out", context=64, max_tokens=660)
+    with pytest.raises(InputError, match="config.json: says quant_algo FP8_PER_CHANNEL_PER_TOKEN, and hf_quant_config"):
+        api.compare_checkpoints(original, demo_checkpoint, options)
 
 
 def test_blocks_of_modelopt_are_dequantized_with_a_note(compared: Compare) -> None:
