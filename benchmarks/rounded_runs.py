@@ -43,6 +43,9 @@ OUTPUT_WINDOWS = 20
 GPTQ, WEIGHED, EXACT = "gptq", "gptq, weighed first token", "exact"
 #: The output side behind the row before it here, and behind `exact`.
 OUTPUT_SIDE, EXACT_OUTPUT_SIDE = "output side", "output side, exact"
+#: `exact` with more weights in BF16 than the 3 % of the preset, and the output side behind it.
+BF16_SHARE = 0.1
+MORE_BF16, MORE_BF16_OUTPUT_SIDE = "exact, 10% in BF16", "output side, exact, 10% in BF16"
 #: What `fp8q scales` does for a row that says nothing else: GPTQ, for inputs in two codes, which lose next to nothing.
 PLAIN: dict[str, Any] = {
     "weight_rounding": "gptq",
@@ -58,6 +61,8 @@ RESCALED: dict[str, dict[str, Any]] = {
     OUTPUT_SIDE: {"weigh_first_token": True, "weigh_outputs": OUTPUT_WINDOWS},
     EXACT: {**PRESETS["exact"]},
     EXACT_OUTPUT_SIDE: {**PRESETS["exact"], "weigh_outputs": OUTPUT_WINDOWS},
+    MORE_BF16: {**PRESETS["exact"], "bf16_weights": BF16_SHARE},
+    MORE_BF16_OUTPUT_SIDE: {**PRESETS["exact"], "bf16_weights": BF16_SHARE, "weigh_outputs": OUTPUT_WINDOWS},
 }
 
 
