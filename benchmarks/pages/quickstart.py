@@ -6,7 +6,7 @@ from typing import Any
 from markdown import load, table
 
 #: Column -> what a command of it has in it.
-STEPS = {"install": ("venv", "pip install", "docker build"), "`fp8q run`": ("fp8q run",),
+STEPS = {"install": ("-m venv", "pip install", "docker build"), "`fp8q run`": ("fp8q run",),
          "server ready": ("vllm serve", "docker run"), "first answer": ("fp8q compare", "curl")}  # fmt: skip
 NAMES = {"vllm": "vLLM", "triton": "Triton"}
 
