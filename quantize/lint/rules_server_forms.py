@@ -6,7 +6,7 @@ from typing import Any
 from ...core.findings import Broken
 from ...options import BF16, DYNAMIC
 from ..reading.compressed_tensors import online_transforms
-from ..reading.quantization_config import CONFIG
+from ..reading.quantization_config import CONFIG, stated_quantization
 from ..reading.run_checkpoint import FP8Q_CONFIG
 from ..scales.clip import powers_of_two
 from ..scales.scheme import BLOCK_SIDES, forms_in, in_two_codes
@@ -91,6 +91,9 @@ def form_refused(served: Served) -> Broken:
 
 def _modelopt(served: Served) -> Broken:
     """Find forms that the server refuses in ModelOpt's layout; transformers does not know the layout (S112)."""
+    stated = stated_quantization(served.config, served.root / CONFIG) or served.said
+    if served.server == "vllm" and served.method == "modelopt" and not stated.get("quant_algo"):
+        yield CONFIG, "has no quant_algo of ModelOpt's form, without which vLLM ends with an error; export it again"
     declared = served.declared
     if declared is None or declared.form != "modelopt":
         return

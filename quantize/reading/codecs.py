@@ -7,7 +7,7 @@ from typing import Any
 from ...calibrate.input.untrusted import exists
 from .compressed_tensors import COMPRESSED_TENSORS
 from .fine_grained import FINE_GRAINED
-from .modelopt import MODELOPT
+from .modelopt import MODELOPT, other_number
 from .quantization_config import (
     CONFIG,
     MODELOPT_CONFIG,
@@ -42,12 +42,15 @@ def declared_form(directory: Path) -> DeclaredQuantization | None:
 
 
 def other_declaration(directory: Path) -> str | None:
-    """State in which point config.json in `directory` contradicts ModelOpt's file beside it; None where it does not.
+    """State in which point config.json in `directory` contradicts itself, or ModelOpt's file beside it; None where it
+    does not.
 
     Servers read either: vLLM config.json, TensorRT-LLM and TensorRT Edge-LLM the other.
     """
     config = json_object(directory / CONFIG)
     said = stated_quantization(config, directory / CONFIG)
+    if said and str(said.get("quant_method")).startswith(MODELOPT.form) and (number := other_number(said)) is not None:
+        return number
     if not said or not exists(directory / MODELOPT_CONFIG):
         return None
     method = said.get("quant_method")

@@ -89,6 +89,22 @@ def _declared(source: Path, said: Any) -> DeclaredQuantization:
     return DeclaredQuantization(source, MODELOPT, said, tuple(groups), names, bool(cache))
 
 
+def other_number(said: Mapping[str, Any]) -> str | None:
+    """State where the fields `said` of a configuration name another number in `config_groups` than `quant_algo`; None
+    where they do not. ModelOpt writes both, and vLLM and TensorRT Edge-LLM read both.
+    """
+    groups = said.get("config_groups")
+    if str(said.get("quant_algo")).upper() not in ALGORITHMS or not isinstance(groups, dict):
+        return None
+    for name, group in groups.items():
+        for part in ("weights", "input_activations"):
+            number = group.get(part) if isinstance(group, dict) else None
+            if isinstance(number, dict) and (number.get("num_bits", 8), number.get("type", "float")) != (8, "float"):
+                fault = f"{part} of {number.get('num_bits')} bits, type {number.get('type')}"
+                return f"{fault} in config_groups.{name}, and quant_algo {said['quant_algo']}"
+    return None
+
+
 def _scheme_of(source: Path, algorithm: str) -> Scheme:
     if algorithm.upper() not in ALGORITHMS:
         of = "awq" if algorithm.upper().startswith("W4A16") and "NVFP4" not in algorithm.upper() else algorithm

@@ -259,6 +259,11 @@ def test_files_that_contradict_are_named(static: Run, tmp_path: Path) -> None:
     assert complaint(folder).startswith(
         f"{folder / 'config.json'}: says another list of what is left out than {FILE}, by lm_head"
     )
+    folder = copied("groups")
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 4
+    (folder / "config.json").write_text(json.dumps(config))
+    said = f"{folder / 'config.json'}: says weights of 4 bits, type float in config_groups.group_0, and quant_algo FP8"
+    assert complaint(folder) == f"{said}; {either}"
     folder = copied("layouts")
     config["quantization_config"] = quantization_config(["lm_head"], None, {"a": Scheme("tensor")}, False)
     (folder / "config.json").write_text(json.dumps(config))

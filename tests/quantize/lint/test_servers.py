@@ -18,6 +18,7 @@ from fp8q.core.run import Run
 from fp8q.options import CheckpointServer
 from fp8q.quantize.lint.check import SERVER_RULES, checkpoint_findings, open_served
 from fp8q.quantize.lint.servers import READ, parse_version
+from fp8q.quantize.reading.quantization_config import MODELOPT_CONFIG
 
 from ..reading import fp8_checkpoints
 from .conftest import Damaged
@@ -84,6 +85,18 @@ def test_sglang_takes_static_scales_of_modelopts_form_alone(demo_checkpoint: Pat
     for folder, server in taken:
         findings = SERVER_RULES.findings(open_served(folder, server, None))
         assert {finding.rule for finding in findings} <= {"S151"}  # ModelOpt's gate and up have scales of their own
+
+
+def test_modelopts_form_without_an_algorithm_is_refused_for_vllm(damaged: Callable[[str], Damaged]) -> None:
+    it = damaged("modelopt")
+    assert "S111" not in found(it, "vllm")
+    del it.quantization["quant_algo"]
+    it.save()
+    file = it.folder / MODELOPT_CONFIG
+    held = json.loads(file.read_text())
+    del held["quantization"]["quant_algo"]
+    file.write_text(json.dumps(held))
+    assert "S111" in found(it, "vllm")
 
 
 def test_an_error_is_exit_3_and_json_has_it(fp8q: Fp8q, damaged: Callable[[str], Damaged]) -> None:
