@@ -1,11 +1,14 @@
-"""Follow README.md from a fresh clone to an answered request, for vLLM and for Triton, and time each command.
+"""Follow README.md from a fresh clone to an answered request, for vLLM and for Triton, or to a verdict without
+calibration, and time each command.
 
-    python benchmarks/first_evening.py --ways vllm|triton [--vllm HOME --server HOME] [--save NAME]
+    python benchmarks/first_evening.py --ways vllm|triton|quicker [--vllm HOME --server HOME]
+        [--model NAME] [--save NAME]
 
 The command lines are those of the README's blocks that are marked `<!-- way NAME -->`; nothing of them is repeated
-here. They run in a new clone, with a new environment, on the demo's checkpoint. A server is started in the background
-and its time is that until it is ready. `STAND_INS` has what replaces a part that this machine lacks: the GPU, Docker,
-vLLM's GPU build. The limits are six commands and two pages for each way.
+here. They run in a new clone, with a new environment, on the demo's checkpoint, or on a model of `real_checkpoints.py`
+and WikiText-2's test text. `quicker` begins with the installation of the first way. A server is started in the
+background and its time is that until it is ready. `STAND_INS` has what replaces a part that this machine lacks: the
+GPU, Docker, vLLM's GPU build. The limits are six commands and two pages for each way.
 
 `--vllm`, `--server`: the environments that `make test-elsewhere` leaves in `.venv/vllm` and `.venv/vllm-server`.
 """
@@ -28,16 +31,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from models import SHARED
+from real_checkpoints import MODELS, checkpoint
 from result import ROOT, arguments, described, publish
 from vllm_server import START_S
 
 PAGE = "README.md"
 BLOCK = re.compile(r"^<!-- way (\w+) -->\n+```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MOST_COMMANDS, MOST_PAGES = 6, 2
+#: A way -> the way whose installation it begins with.
+INSTALLED_AS = {"quicker": "vllm"}
+INSTALLS = ("python3 -m venv", ".venv/bin/pip install")
 PORT = 8000
+#: The text of `--model`.
+TEXT = SHARED / "data" / "wikitext-2-raw-test.txt"
 RIG = ROOT / "tests" / "serve" / "real" / "rig" / "tritonserver.py"
 #: The README's placeholders, and what a newcomer without a model of his own puts there.
-NAMES = {"MODEL": "examples/demo/checkpoint", "TEXT": "examples/demo/calibration.txt", "RUN": "runs/mine"}
+NAMES = {
+    "MODEL": "examples/demo/checkpoint", "TEXT": "examples/demo/calibration.txt", "RUN": "runs/mine", "FP8": "runs/fp8",
+    "OUT": "runs/compared",
+}  # fmt: skip
 #: How a server's command begins -> the path that answers once it is ready.
 SERVERS = {"vllm serve": "/health", "docker run": "/v2/health/ready"}
 #: Variables and options of vLLM's CPU build, which the GPU build does without.
@@ -82,17 +95,18 @@ def lines_of(way: str, page: str) -> list[str]:
     if way not in blocks:
         raise ValueError(f"{PAGE}: has no block `<!-- way {way} -->`, only {sorted(blocks)}")
     lines = [re.sub(r"\s+# .*|^# .*", "", line).strip() for line in blocks[way].replace("\\\n", " ").splitlines()]
-    return [line for line in lines if line]
+    before = lines_of(INSTALLED_AS[way], page) if way in INSTALLED_AS else []
+    return [*(line for line in before if line.startswith(INSTALLS)), *(line for line in lines if line)]
 
 
-def command(line: str, port: int) -> Command:
-    """The command of a README's `line`: placeholders filled, and parts replaced that this machine lacks."""
+def command(line: str, port: int, names: Mapping[str, str] = NAMES) -> Command:
+    """The command of a README's `line`: placeholders filled by `names`, and parts replaced that this machine lacks."""
     run_as, reasons = line, list[str]()
     for pattern, replacement, reason in STAND_INS:
         replaced = re.sub(pattern, replacement.format(port=port, run=NAMES["RUN"]), run_as)
         if replaced != run_as:
             run_as, reasons = replaced, [*reasons, reason]
-    for name, value in NAMES.items():
+    for name, value in names.items():
         run_as = re.sub(rf"\b{name}\b", value, run_as)
     return Command(line, run_as.replace(f"localhost:{PORT}", f"localhost:{port}"), tuple(reasons))
 
@@ -161,7 +175,8 @@ def follow(way: str, source: Path, options: argparse.Namespace) -> dict[str, Any
     if way == "vllm":
         vllm_environment(folder / "vllm", options.vllm.absolute(), options.server.absolute())
         variables |= VLLM_VARIABLES | {"PATH": f"{folder / 'vllm' / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-    commands = [command(line, port) for line in lines_of(way, (clone / PAGE).read_text(encoding="utf-8"))]
+    names = NAMES | ({"MODEL": str(checkpoint(options.model)), "TEXT": str(TEXT)} if options.model else {})
+    commands = [command(line, port, names) for line in lines_of(way, (clone / PAGE).read_text(encoding="utf-8"))]
     steps: list[dict[str, Any]] = []
     with ExitStack() as servers:
         for asked in commands:
@@ -195,6 +210,7 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", default=["vllm", "triton"])
     parser.add_argument("--vllm", type=Path, default=ROOT / ".venv" / "vllm")
     parser.add_argument("--server", type=Path, default=ROOT / ".venv" / "vllm-server")
+    parser.add_argument("--model", choices=MODELS, help="a model of real_checkpoints.py instead of the demo's")
     parser.add_argument("--port", type=int, default=PORT, help="of the servers; Triton takes the next two as well")
     options = parser.parse_args()
     head, ways = described("first_evening"), {}
@@ -203,7 +219,8 @@ def main() -> int:
         subprocess.run(["git", "clone", "--quiet", "--bare", ROOT, source], check=True)
         for way in options.ways:
             ways[way] = follow(way, source, options)
-    return publish(head, {"limits": [MOST_COMMANDS, MOST_PAGES], "ways": ways, "passed": passed(ways)}, options.save)
+    limits = {"limits": [MOST_COMMANDS, MOST_PAGES]} | ({"model": options.model} if options.model else {})
+    return publish(head, {**limits, "ways": ways, "passed": passed(ways)}, options.save)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from first_evening import MOST_COMMANDS, PAGE, command, lines_of
+from first_evening import MOST_COMMANDS, NAMES, PAGE, command, lines_of
 
 from fp8q.cli import commands
 
@@ -47,6 +47,13 @@ def test_each_way_of_the_readme_has_few_commands_a_server_and_an_answer(way: str
     assert len(lines) <= MOST_COMMANDS
     assert [line for line in lines if command(line, 8000).health] == [line for line in lines if line.startswith(server)]
     assert lines[-1].startswith((".venv/bin/fp8q compare RUN ", "curl -f "))
+
+
+def test_the_quicker_way_begins_with_the_installation_and_runs_on_the_model_that_is_named() -> None:
+    lines = lines_of("quicker", (ROOT / PAGE).read_text(encoding="utf-8"))
+    assert [line.split()[0] for line in lines] == ["python3", ".venv/bin/pip", ".venv/bin/fp8q", ".venv/bin/fp8q"]
+    asked = command(lines[-1], 8000, NAMES | {"MODEL": "models/mine", "TEXT": "text.txt"})
+    assert asked.run_as == (".venv/bin/fp8q compare models/mine --model runs/fp8 --data text.txt --out runs/compared")
 
 
 @pytest.mark.parametrize("way", ["vllm", "triton"])
