@@ -16,14 +16,14 @@ from ..calibrate.text.overlap import check_disjoint
 from ..calibrate.text.packing import Packing, prefix_of
 from ..core.arrays import check_array, check_range, read_arrays
 from ..core.errors import InputError
-from ..core.files import Strict, reading, replacing, write_document
+from ..core.files import Strict, reading, replacing
 from ..core.reporter import Reporter
 from ..core.run import Run
 from ..options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, Bos, CorpusOptions
 from ..quantize.reading.run_checkpoint import vocabulary_size
 from .pipeline.stage import Key, Notes
 from .pipeline.stages import CORPUS, LARGEST_ID, CorpusFacts, Overlap, Prefix
-from .shared.run_images import ImageChat, ImageRows, image_chats
+from .shared.run_images import ImageChat, ImageRows, image_chats, save_image_rows
 from .shared.texts import Text, Tokens, check_apart, hold_out, read_tokens, share_out, without_windows
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def save_corpus(
             save_tokens(path, ids)
             log.outputs.append(path)
         if images:
-            write_document(run.images, images)
+            save_image_rows(run, images)
             log.outputs.append(run.images)
         else:
             run.images.unlink(missing_ok=True)

@@ -43,7 +43,7 @@ FORM = 'a part is like {"type": "image", "path": "cat.png"}, a file in the folde
 class ImageFile(Strict):
     """An image file of a row."""
 
-    path: str = Field(description="where it is, links followed")
+    path: str = Field(description="where it is, links followed; relative to the run where it lies in the run")
     sha256: str
 
     def opened(self, where: str) -> "Image":

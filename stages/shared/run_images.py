@@ -4,21 +4,17 @@ Each is a window of its own, which the whole model reads with its images as it w
 are: the document has their paths and digests. Those of a caller who had them in memory lie in the run.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import Field
 
 from ...calibrate.text.image_rows import ImageRow, digest
-from ...core.files import FirstSchema, Strict, read_document
+from ...core.files import FirstSchema, Strict, read_document, write_document
 from ...core.run import Run
-from ...core.run_files import LOADED
 from ..pipeline.stages import CORPUS
 from .texts import Text
-
-#: The parts of the path of an image in a run: `loaded/texts/images/000001.png`.
-RUN_DEPTH = 4
 
 
 @dataclass(frozen=True)
@@ -69,18 +65,21 @@ def load_image_rows(run: Run) -> ImageRows | None:
     if not has_image_rows(run):
         return None
     rows = read_document(run.require(run.images, CORPUS.name), ImageRows)
+    return _renamed(rows, lambda path: run.root.resolve() / path)
+
+
+def save_image_rows(run: Run, rows: ImageRows) -> None:
+    """Write `images.json`."""
+    root = run.root.resolve()
+    inside = _renamed(rows, lambda path: path.relative_to(root) if path.is_relative_to(root) else path)
+    write_document(run.images, inside)
+
+
+def _renamed(rows: ImageRows, new_path: Callable[[Path], Path]) -> ImageRows:
+    def row_of(row: ImageRow) -> ImageRow:
+        images = [image.model_copy(update={"path": str(new_path(Path(image.path)))}) for image in row.images]
+        return row.model_copy(update={"images": images})
+
     return ImageRows(
-        calibration=[_moved_with(run, row) for row in rows.calibration],
-        evaluation=[_moved_with(run, row) for row in rows.evaluation],
+        calibration=[row_of(row) for row in rows.calibration], evaluation=[row_of(row) for row in rows.evaluation]
     )
-
-
-def _moved_with(run: Run, row: ImageRow) -> ImageRow:
-    """Name the images of `row` that lie in `run` where they are now: it may have been moved."""
-    images = []
-    for image in row.images:
-        path = Path(image.path)
-        inside = run.root / Path(*path.parts[-RUN_DEPTH:])
-        moved = not path.exists() and inside.is_relative_to(run.root / LOADED) and inside.is_file()
-        images.append(image.model_copy(update={"path": str(inside.resolve())}) if moved else image)
-    return row.model_copy(update={"images": images})

@@ -1,5 +1,6 @@
 """A model that sees, in memory: with its processor the run and the checkpoint have what those of its files have."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ def test_a_processor_in_memory_gives_the_run_of_its_files(config: str, folders: 
     assert {file.name for file in run.model.iterdir()} == {file.name for file in of_files.model.iterdir()}
     assert load_statistics(run).record.corpus.images == 4
     assert run.statistics.read_bytes() == of_files.statistics.read_bytes()
+    stored = json.loads(run.images.read_text())
+    assert {Path(image["path"]).parts[0] for row in stored["calibration"] for image in row["images"]} == {"loaded"}
     moved = Run(run.root.rename(tmp_path / "moved"))
     rows = load_image_rows(moved)
     assert rows is not None
