@@ -36,6 +36,9 @@ from real_checkpoints import MODELS, checkpoint
 from result import ROOT, arguments, described, publish
 from vllm_server import START_S
 
+from fp8q.core.errors import GateError
+from fp8q.validate.accuracy.decision import WORDS
+
 PAGE = "README.md"
 BLOCK = re.compile(r"^<!-- way (\w+) -->\n+```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MOST_COMMANDS, MOST_PAGES = 6, 2
@@ -51,6 +54,8 @@ NAMES = {
     "MODEL": "examples/demo/checkpoint", "TEXT": "examples/demo/calibration.txt", "RUN": "runs/mine", "FP8": "runs/fp8",
     "OUT": "runs/compared",
 }  # fmt: skip
+#: How the line of a verdict begins.
+VERDICTS = tuple(f"{word}:" for word in WORDS.values())
 #: How a server's command begins -> the path that answers once it is ready.
 SERVERS = {"vllm serve": "/health", "docker run": "/v2/health/ready"}
 #: Variables and options of vLLM's CPU build, which the GPU build does without.
@@ -158,12 +163,13 @@ def started(asked: Command, clone: Path, variables: Mapping[str, str], port: int
 
 
 def ended(asked: Command, clone: Path, variables: Mapping[str, str]) -> str:
-    """The last line that a command prints. Raises RuntimeError where it fails."""
+    """The last line that a command prints, or its verdict. Raises RuntimeError where it fails."""
     words = ["bash", "-c", asked.run_as]
     done = subprocess.run(words, check=False, cwd=clone, env=variables, capture_output=True, text=True)
-    if done.returncode:
+    if done.returncode not in (0, GateError.exit_code):
         raise RuntimeError(f"{asked.run_as}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    return (done.stdout.strip().splitlines() or [""])[-1]
+    lines = done.stdout.strip().splitlines() or [""]
+    return next((line for line in lines if line.startswith(VERDICTS)), lines[-1])
 
 
 def follow(way: str, source: Path, options: argparse.Namespace) -> dict[str, Any]:
