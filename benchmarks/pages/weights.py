@@ -33,6 +33,8 @@ LEVER_TITLES = {
     "gptq, then learned": "`gptq`, 64 windows, then `fp8q distill`",
     "output side": "the same, `--weigh-outputs 20`",
     "output side, exact": "the same, `--weigh-outputs 20`",
+    "exact, 10% in BF16": "`--preset exact --bf16-weights 10%`, 64 windows",
+    "output side, exact, 10% in BF16": "the same, `--weigh-outputs 20`",
     "output side, exact, then learned": "the same, then `fp8q distill`, 256 windows, a third of the rate",
     "every lever, 256 windows": "`--preset exact --weigh-outputs 80`, 256 windows",
 }
@@ -44,6 +46,15 @@ OUTPUT_SIDE = {
     ),
     "Gemma 3 270M": ("weight_levers_outputs_gemma3",),
 }  # fmt: skip
+
+
+#: Minutes of one thread, and bytes of weights beyond those in FP8.
+COSTS = ("minutes", "bytes more")
+
+
+def _costs(row: Mapping[str, Any]) -> tuple[str, str]:
+    minutes = f"{row['seconds'] / 60:.1f}" if "seconds" in row else ""
+    return minutes, f"{row['bytes'] - 1:.1%}" if "bytes" in row else ""
 
 
 def weight_levers() -> str:
@@ -60,11 +71,10 @@ def weight_levers() -> str:
                     f"{row['kl_median_micronats']:,.0f}",
                     perplexity(row),
                     flips(row),
-                    f"{row['seconds'] / 60:.1f}" if "seconds" in row else "",
-                    f"{row['bytes'] - 1:.1%}" if "bytes" in row else "",
+                    *_costs(row),
                 ]
             )
-    head = ["model", "weights", "KL × 10⁶", "over `gptq`", "median", "perplexity", "flips", "minutes", "bytes more"]
+    head = ["model", "weights", "KL × 10⁶", "over `gptq`", "median", "perplexity", "flips", *COSTS]
     return table(head, cells)
 
 
@@ -96,14 +106,11 @@ def output_side() -> str:
                     f"{row['kl_median_micronats']:,.0f}",
                     perplexity(row),
                     flips(row),
-                    f"{row['seconds'] / 60:.1f}" if "seconds" in row else "",
-                    f"{row['bytes'] - 1:.1%}" if "bytes" in row else "",
+                    *_costs(row),
                 ]
             )
     ratios = ["over BF16's", "over `gptq`", "over its start"]
-    return table(
-        ["model", "weights", "KL × 10⁶", *ratios, "median", "perplexity", "flips", "minutes", "bytes more"], cells
-    )
+    return table(["model", "weights", "KL × 10⁶", *ratios, "median", "perplexity", "flips", *COSTS], cells)
 
 
 #: A model and the windows of its calibration -> the result whose rows have their correlations shrunk, and that of the
@@ -133,10 +140,11 @@ def shrunk() -> str:
                     f"{row['kl_median_micronats']:,.0f}",
                     perplexity(row),
                     flips(row),
+                    *_costs(row),
                 ]
             )
-    head = ["model", "weights", "KL × 10⁶ before", "KL × 10⁶", "over BF16's", "median", "perplexity", "flips"]
-    return table(head, cells)
+    kls = ["KL × 10⁶ before", "KL × 10⁶", "over BF16's", "median"]
+    return table(["model", "weights", *kls, "perplexity", "flips", *COSTS], cells)
 
 
 def output_side_codes() -> str:
