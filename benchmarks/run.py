@@ -102,6 +102,9 @@ BY_HAND: Mapping[str, str] = {
     "input_mixes_gemma3": (
         "input_mixes.py gemma3 --rows '^(0% exact$|10%|25%|50%|100%)' --windows 24 --runs build/runs"
     ),
+    "input_mixes_qwen_coder": (
+        "input_mixes.py qwen_coder --rows '^(0% exact$|10%|25%|50%|100%)' --samples 16 --runs build/runs"
+    ),
     "served_forms": "served_forms.py smollm2 --runs build/runs",
     "served_forms_gemma3": (
         "served_forms.py gemma3 --rows '^(?!fp8q, (block, gptq|one, --weight-scale tensor, gptq))' --windows 24 "

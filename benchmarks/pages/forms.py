@@ -83,7 +83,11 @@ def served_figures() -> str:
 
 
 #: Model -> the result of its mixes; row -> its title.
-MIXES = {"SmolLM2-135M": "input_mixes", "Gemma 3 270M": "input_mixes_gemma3"}
+MIXES = {
+    "SmolLM2-135M": "input_mixes",
+    "Gemma 3 270M": "input_mixes_gemma3",
+    "Qwen2.5-Coder-1.5B": "input_mixes_qwen_coder",
+}
 MIX_TITLES = {
     "one, gptq": "`one`, `gptq`",
     "one": "`one`",
