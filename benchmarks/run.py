@@ -157,7 +157,7 @@ BY_HAND: Mapping[str, str] = {
         "vllm_8b.py --plugin site-packages --folder shm --form bf16 --form 'two codes' --form 'one code' "
         "--form 'tail of 64' --form 'weights alone' --form dynamic"
     ),
-    "first_evening_vllm": "first_evening.py --ways vllm",
+    "first_evening_vllm": "first_evening.py --ways vllm --vllm .venv/vllm",
     "first_evening_triton": "first_evening.py --ways triton",
 }
 #: The longest that a part is to take on a quiet machine of two cores.

@@ -69,7 +69,7 @@ NOT_MEASURED = (
 OTHER_TOKENS = {
     "accumulator", "accuracy", "architectures", "as_served", "culprit_proof", "distill_peer_others", "doctor",
     "exact_answers", "fp8_input", "kv_cache", "sensitivity", "top_logits", "tune", "two_implementations",
-    "vllm_plugin", "weight_rounding",
+    "weight_rounding",
 }  # fmt: skip
 
 
