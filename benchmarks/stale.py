@@ -54,8 +54,7 @@ def _differing(name: str, measured: Mapping[str, Any]) -> Iterator[str]:
     if kind is None:
         yield f"{name} was removed"
         return
-    measured, today, older = _flat(measured), _flat(ran.defaults(kind)), older_values(name)
-    today = {field: MEANT.get(field) if value is None else value for field, value in today.items()}
+    measured, today, older = _meant(measured), _meant(ran.defaults(kind)), older_values(name)
     for field in sorted(measured.keys() | today.keys()):
         if field not in today:
             yield f"{name}.{field} was removed"
@@ -65,6 +64,11 @@ def _differing(name: str, measured: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{name}.{field} is new; without it {before} was run, and today's default is {today[field]}"
         elif measured[field] != today[field]:
             yield f"{name}.{field} was {measured[field]} and is {today[field]}"
+
+
+def _meant(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `_flat` with what defaults mean that other options decide."""
+    return {field: MEANT.get(field) if value is None else value for field, value in _flat(values).items()}
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -105,6 +105,16 @@ def test_a_field_that_is_new_stands_for_what_stages_declare_of_older_records() -
     assert stale.stale_options(recorded(CorpusOptions, allow_overlap=None)) == []
 
 
+def test_a_default_that_other_options_decide_is_what_it_was_measured_with() -> None:
+    from fp8q.options import CalibrateOptions
+
+    assert ran.defaults(CalibrateOptions)["tokenizer"] is None
+    measured = recorded(CalibrateOptions) | {"models": "qwen2"}  # whose tokens another tokenizer changes
+    assert stale.stale_options(measured) == []
+    measured["options"]["CalibrateOptions"]["defaults"]["tokenizer"] = "auto"
+    assert stale.stale_options(measured) == ["CalibrateOptions.tokenizer was auto and is file"]
+
+
 def test_nested_options_are_compared_field_by_field() -> None:
     from fp8q.options import ScaleOptions
 
