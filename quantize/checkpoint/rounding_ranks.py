@@ -4,10 +4,10 @@ Factoring the moments of an input of n values takes some n³ operations, and rou
 13 n² m (GPTQ, and the passes of descent). Groups are assigned by that, the costliest first, each to the rank with the
 least so far. A group's codes depend on its weights and moments alone, so they are those of one process, bit for bit.
 
-Rank 0 has the second moments. A thread for each other rank sends it the moments of a group and gets its codes back, one
-group after the other, while rank 0 rounds its own: so another rank stores the moments of one group at a time. Codes lie
-in a folder of rank 0's, where a call finds them that goes on after a rank was killed; the checkpoint is written from
-there.
+Rank 0 has the second moments, and what is known of outputs. A thread for each other rank sends it those of a group and
+gets its codes back, one group after the other, while rank 0 rounds its own: so another rank stores the moments of one
+group at a time. Codes lie in a folder of rank 0's, where a call finds them that goes on after a rank was killed; the
+checkpoint is written from there.
 """
 
 import shutil
@@ -28,6 +28,7 @@ from ...core.errors import Fp8qError
 from ...core.files import Strict
 from ..weights.code_sources import FloatWeight, GptqCodes
 from ..weights.gptq import Compensations, MeasuredWindows
+from ..weights.output_side import output_files
 from ..weights.rounding_progress import CachedCodes
 from ..weights.sequential_ranks import SentScaling
 from .narrowing import Narrowing
@@ -42,8 +43,8 @@ Group = tuple[str, ...]
 class RoundingTask(Strict):
     """The rounding that rank 0 tells the others to make.
 
-    `shares`: of each rank, its groups of modules; `axes`: module -> the axis of its output channels. The other fields
-    are those of `Compensations`.
+    `shares`: of each rank, its groups of modules; `axes`: module -> the axis of its output channels; `by_outputs`: the
+    codes are revised by the gradients at outputs. The other fields are those of `Compensations`.
     """
 
     scaling: SentScaling
@@ -53,6 +54,7 @@ class RoundingTask(Strict):
     first_tokens: dict[str, float]
     window: int | None
     axes: dict[str, Literal[0, 1]]
+    by_outputs: bool
     shares: list[list[Group]]
 
     def compensations(self, moments: Path) -> Compensations:
@@ -86,6 +88,7 @@ def round_in_ranks(
         first_tokens=dict(compensations.windows.first),
         window=compensations.windows.tokens,
         axes=dict(axes),
+        by_outputs=codes.outputs is not None,
         shares=assigned(costs, world.size),
     )
     world.gathered(task.model_dump())
@@ -96,6 +99,8 @@ def round_in_ranks(
         try:
             for group in task.shares[rank]:
                 channels[rank].send([*_moments_of(group, compensations)])
+                if codes.outputs:
+                    channels[rank].send([path for module in group for path in output_files(codes.outputs, module)])
                 _receive_codes(channels[rank], stored, stored.folder / f"received-{rank}")
         except (Fp8qError, OSError, RuntimeError) as error:  # raised by the main thread
             failures.append(error)
@@ -118,13 +123,16 @@ def round_share(world: World, source: Source, task: RoundingTask, folder: Path, 
     for group in task.shares[world.rank]:
         shutil.rmtree(folder, ignore_errors=True)
         moments = folder / "moments"
+        outputs = folder / "outputs" if task.by_outputs else None
         stored = CachedCodes(folder / "codes")
-        for path in (moments, stored.folder):
-            path.mkdir(parents=True)
+        for path in (moments, outputs, stored.folder):
+            if path:
+                path.mkdir(parents=True)
         channel.receive(moments)
-        round_group(
-            source, GptqCodes(task.scaling.scaling, task.compensations(moments), stored), group, task.axes, device
-        )
+        if outputs:
+            channel.receive(outputs)
+        codes = GptqCodes(task.scaling.scaling, task.compensations(moments), stored, outputs)
+        round_group(source, codes, group, task.axes, device)
         channel.send(stored.files())
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -65,9 +65,17 @@ class OutputSide:
         return float((error + lost * noise).sum(dtype=torch.float64))
 
 
+def output_files(folder: Path, module: str) -> list[Path]:
+    """List the files in `folder` of what is known of the output of `module`; none where nothing is."""
+    moments = moments_file(folder, module)
+    if not moments.is_file():
+        return []
+    return [moments, *(folder / f"{module}{end}" for end in (INPUTS, GRADIENTS))]
+
+
 def load_output_side(folder: Path, module: str) -> OutputSide | None:
     """Load from `folder` what is known of the output of `module`; None where nothing is."""
-    if not moments_file(folder, module).is_file():
+    if not output_files(folder, module):
         return None
     inputs, gradients = (load_inputs(folder / f"{module}{end}", "held-out gradients") for end in (INPUTS, GRADIENTS))
     assert inputs is not None, "it is written before the moments"

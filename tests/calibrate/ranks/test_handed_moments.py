@@ -18,9 +18,9 @@ from ...mixtures import random_mixture
 ARGUMENTS = ["--samples", "9", "--seq-len", "32", "--batch-size", "2", "--no-graph"]
 
 
-def alone(checkpoint: Path, texts: Any, out: Path, rounding: WeightRounding = "gptq") -> Run:
-    """The run of one process, in memory."""
-    options = api.CalibrateOptions(samples=9, seq_len=32, batch_size=2, weight_rounding=rounding, stream=False)
+def alone(checkpoint: Path, texts: Any, out: Path, rounding: WeightRounding = "gptq", **more: Any) -> Run:
+    """The run of one process, in memory, with `more` options."""
+    options = api.CalibrateOptions(samples=9, seq_len=32, batch_size=2, weight_rounding=rounding, stream=False, **more)
     graph = api.ExportOptions(graph=False)
     return api.calibrate(str(checkpoint), str(texts.calibration), out, str(texts.evaluation), options, graph)
 
@@ -93,3 +93,20 @@ def test_a_killed_rank_ends_all_and_the_same_command_goes_on(
     ended = gone_on(words)
     assert "going on at decoder layer" in ended[0][1] + ended[1][1] or dead == 1
     assert files(run) == expected
+
+
+@pytest.mark.slow
+def test_ranks_revise_codes_by_the_gradients_at_outputs_as_one_process_does(
+    shared_checkpoint: Callable[[str], Path], demo_texts: Any, tmp_path: Path
+) -> None:
+    checkpoint = shared_checkpoint("llama")
+    of_a_layer = "*.layers.0.*"
+    by_gptq = files(alone(checkpoint, demo_texts, tmp_path / "without", only=(of_a_layer,)))
+    expected = files(alone(checkpoint, demo_texts, tmp_path / "one", only=(of_a_layer,), weigh_outputs=6))
+    assert any(expected[name] != by_gptq[name] for name in expected if name.startswith("model/"))
+    words = [*command(checkpoint, demo_texts, tmp_path / "two"), "--only", of_a_layer, "--weigh-outputs", "6"]
+    started = start(2, *words)
+    ended = [rank.communicate(timeout=240) for rank in started]
+    assert [rank.returncode for rank in started] == [0, 0], ended
+    assert files(Run(tmp_path / "two")) == expected
+    assert not list((tmp_path / "two").glob(".*.work"))
