@@ -112,7 +112,7 @@ def revised_codes(
     for share in SHARES:
         descend_both(wanted, values, of_channels, moments, shrink(side.moments.clone(), 1 - share))
         revised = loss()
-        if revised >= least:
+        if not revised < least:  # where it is no number either
             break
         best = values[back].T.to(CODE).contiguous().to(codes.device)
         least = revised

@@ -9,8 +9,15 @@ from hypothesis import strategies as st
 
 from fp8q.quantize.codes.encoding import nearest_values
 from fp8q.quantize.codes.formats import E4M3
-from fp8q.quantize.weights.gptq import MARGIN, descend
-from fp8q.quantize.weights.output_side import descend_both, descend_input, moving_channels, nearest
+from fp8q.quantize.weights.gptq import MARGIN, compensation, descend, gptq_codes
+from fp8q.quantize.weights.output_side import (
+    OutputSide,
+    descend_both,
+    descend_input,
+    moving_channels,
+    nearest,
+    revised_codes,
+)
 
 #: Every finite value of E4M3, ascending.
 GRID = sorted({float(value) for value in E4M3.grid} | {-float(value) for value in E4M3.grid})
@@ -128,3 +135,57 @@ def test_codes_do_not_depend_on_the_number_of_threads() -> None:
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(codes[0], codes[1])
+
+
+def revised(h_out: torch.Tensor, gradients: torch.Tensor, lost: float = 0.0) -> tuple[torch.Tensor, ...]:
+    """The codes of GPTQ and the revised ones of a weight [out, 24], and the loss of both on held-out tokens with these
+    `gradients` [tokens, out].
+    """
+    wanted, _, scale, h_in, _ = problem(24, len(h_out), 7)
+    weight = wanted.T.contiguous()
+    inputs = torch.randn(len(gradients), 24, generator=torch.Generator().manual_seed(8)) @ torch.linalg.cholesky(h_in).T
+    side = OutputSide(h_out, inputs, gradients)
+    compensated = compensation(h_in, lost)
+    before = gptq_codes(weight, scale, compensated)
+    after = revised_codes(weight, before, scale, compensated, side, lost)
+    losses = (side.loss(weight, codes.float() * scale[:, None], lost) for codes in (before, after))
+    return before.float(), after.float(), *map(torch.tensor, losses)
+
+
+def drawn(h_out: torch.Tensor, tokens: int, seed: int) -> torch.Tensor:
+    """Gradients float32 [tokens, out] whose second moments are those of `h_out`, but for chance."""
+    draw = torch.Generator().manual_seed(seed)
+    factor: torch.Tensor = torch.linalg.cholesky(h_out)
+    return torch.randn(tokens, len(h_out), generator=draw) @ factor.T
+
+
+def test_codes_are_revised_where_held_out_gradients_are_as_those_of_h_o() -> None:
+    h_out = positive(16, torch.Generator().manual_seed(9))
+    before, after, loss, least = revised(h_out, drawn(h_out, 2000, 10))
+    assert not torch.equal(before, after)
+    assert least < 0.8 * loss
+
+
+def test_codes_of_gptq_stay_where_held_out_gradients_contradict_h_o() -> None:
+    """Both channels err alike by H_O, and against each other on held-out tokens."""
+    alike, against = torch.tensor([[1.0, 0.9], [0.9, 1.0]]), torch.tensor([[1.0, -0.9], [-0.9, 1.0]])
+    before, after, _, _ = revised(alike, drawn(against, 2000, 10))
+    assert torch.equal(before, after)
+    before, after, _, _ = revised(alike, drawn(alike, 2000, 10))
+    assert not torch.equal(before, after)
+
+
+def test_codes_of_gptq_stay_where_the_loss_is_no_number() -> None:
+    h_out = positive(16, torch.Generator().manual_seed(9))
+    gradients = drawn(h_out, 50, 10)
+    before, after, loss, _ = revised(h_out, gradients * float("nan"))
+    assert loss.isnan()
+    assert torch.equal(before, after)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([0.0, 0.001]))
+def test_the_loss_on_held_out_tokens_never_rises(seed: int, lost: float) -> None:
+    h_out, other = (positive(8, torch.Generator().manual_seed(seed + part)) for part in range(2))
+    _, _, before, after = revised(h_out, drawn(other, 40, seed), lost)
+    assert after <= before
