@@ -65,11 +65,12 @@ def costliest_weights(
         for family in families
         if not any(module.startswith(inside) for module in family)
     ]
-    left = share
+    left = share * total
     chosen: list[CostlyWeights] = []
     for weights in sorted(candidates, key=lambda one: -one.kl_nats / one.bytes_share):
-        if weights.kl_nats > 0 and weights.bytes_share <= left:
-            left -= weights.bytes_share
+        added = sum(numbers[module] for module in weights.modules)
+        if weights.kl_nats > 0 and added <= left:
+            left -= added
             chosen.append(weights)
     return chosen
 

@@ -35,3 +35,11 @@ def test_the_reason_names_the_option() -> None:
     weights = [CostlyWeights(modules=["l.q", "l.k"], kl_nats=12.0, bytes_share=0.15)]
     reason = "its loss in FP8 is among the largest a byte (--bf16-weights 2.5%)"
     assert stay_reasons(Costliest(windows=8, kl_nats=20.0, weights=weights), 0.025) == {"l.q": reason, "l.k": reason}
+
+
+def test_a_share_of_all_bytes_holds_all_weights() -> None:
+    """Ten weights of a tenth each: ten times the share 0.1 is more than 1 where it is summed in binary."""
+    families = [[f"l.{number}"] for number in range(10)]
+    losses, numbers = {name: 1.0 for (name,) in families}, {name: 7 for (name,) in families}
+    assert len(costliest_weights(families, losses, numbers, 1.0)) == 10
+    assert len(costliest_weights(families, losses, numbers, 0.3)) == 3
