@@ -289,22 +289,31 @@ class OutputMoments(GradientsOfLayers):
     def __init__(self, source: Source, batches: Batches, folder: Path, device: str = "cpu"):
         """Prepare to run `batches`, of one window each, in the existing `folder`.
 
-        Raises InputError as `Backward` does, and where the disk has no room for the moments.
+        Raises InputError as `Backward` does, and where the disk has no room for the files.
         """
         super().__init__(source, batches, folder, device)
         self.results = LayerSteps.of(folder / "steps.json")
         self.outputs = folder / "outputs"
         self.outputs.mkdir(exist_ok=True)
-        sizes = {moments_file(self.outputs, name): 4 * width**2 for name, width in self._widths().items()}
-        check_room(self.folder, sizes, self.option, "or leave it out", "the moments of outputs")
+        check_room(self.folder, self._sizes(), self.option, "or leave it out", "the gradients at outputs")
 
-    def _widths(self) -> dict[str, int]:
-        """The output channels of each GEMM whose moments are gathered."""
+    def _sizes(self) -> dict[Path, int]:
+        """The bytes of the files of all GEMMs that gradients are gathered for: of the moments, and of held-out tokens
+        the inputs and gradients.
+        """
+        judging = [ids for number, ids in enumerate(self.batches.values()) if is_judged_by(number, len(self.batches))]
+        tokens = sum(min(TOKENS, ids.shape[1] - 1) for ids in judging)
         experts = tuple(f"{layer}." for layer in experts_of(self.model))
-        gemms = {name: module for name, module in self.gemms.items() if not name.startswith(experts)}
-        return {
-            name: module.get_parameter("weight").shape[output_channel_axis(module)] for name, module in gemms.items()
-        }
+        sizes: dict[Path, int] = {}
+        for name, module in self.gemms.items():
+            if name.startswith(experts):
+                continue
+            weight = module.get_parameter("weight")
+            outputs = weight.shape[output_channel_axis(module)]
+            sizes[moments_file(self.outputs, name)] = 4 * outputs**2
+            sizes[self.outputs / f"{name}{GRADIENTS}"] = 2 * tokens * outputs
+            sizes[self.outputs / f"{name}{INPUTS}"] = 2 * tokens * (weight.numel() // outputs)
+        return sizes
 
     @property
     def before_layers(self) -> bool:

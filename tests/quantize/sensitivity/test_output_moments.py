@@ -99,13 +99,17 @@ Usage = namedtuple("Usage", ("total", "used", "free"))
 def test_a_disk_without_room_is_refused_with_the_numbers(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four layers of H_O, float32, of q, o and down (256 channels), k and v (128), gate and up (704)."""
-    size = 4 * 4 * (3 * 256**2 + 2 * 128**2 + 2 * 704**2)
+    """Four layers of H_O, float32, of q, o and down (256 channels), k and v (128), gate and up (704); of the last
+    window inputs, 256 each and 704 of down, and gradients of 23 tokens, in BF16.
+    """
+    moments = 3 * 256**2 + 2 * 128**2 + 2 * 704**2
+    held_out = 23 * (6 * 256 + 704 + 3 * 256 + 2 * 128 + 2 * 704)
+    size = 4 * (4 * moments + 2 * held_out)
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10**9, 10**9 - size + 1, size - 1))
     with pytest.raises(InputError) as refused:
         OutputMoments(source, BATCHES, tmp_path)
     assert str(refused.value) == (
-        f"--weigh-outputs: the moments of outputs take 19.5 MB on the disk of {tmp_path.parent}, which has 19.5 MB "
+        f"--weigh-outputs: the gradients at outputs take 20.4 MB on the disk of {tmp_path.parent}, which has 20.4 MB "
         "free; free some, or leave it out"
     )
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10**9, 10**9 - size, size))
