@@ -267,8 +267,15 @@ class ScaleOptions(Options):
 
     @property
     def weighs_outputs(self) -> bool:
-        """Tell whether codes are revised by the gradients at outputs."""
-        return self.needs_moments and self.weigh_outputs > 0
+        """Tell whether codes are revised by the gradients at outputs; those of weights in blocks never are."""
+        return self.needs_moments and self.weigh_outputs > 0 and not self._all_in_blocks
+
+    @property
+    def _all_in_blocks(self) -> bool:
+        """Tell whether the rules of forms leave no weight but in blocks."""
+        rules = self.form_rules
+        last = max(number for number, rule in enumerate(rules) if rule.every)
+        return all(rule.form == BLOCK for rule in rules[last:])
 
     def __post_init__(self) -> None:
         """Refuse a list of modules where all are chosen, and choices that contradict inherited scales."""

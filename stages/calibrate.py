@@ -26,7 +26,7 @@ from . import preflight
 from .corpus import Collected, collect, write_corpus
 from .costliest import choose_costliest
 from .export import export_or_note
-from .gradients import run_gradients
+from .gradients import check_outputs, idle_note, run_gradients
 from .image_inputs import with_image_rows
 from .measure import (
     check_batches,
@@ -287,6 +287,9 @@ def _checked(run: Run, what: Calibration, notes: Notes, world: World) -> tuple[S
     collected = replace(collected, other_tokens=remaining.kinds if remaining else ())
     check_batches(options, len(collected.windows), world)
     check_sequential_ranks(gemms, options, world)
+    check_outputs(options, len(collected.windows))
+    if (remark := idle_note(options)) and not (later and what.options.finds_form):  # which may choose GPTQ yet
+        notes.note(remark)
     if remark := few_tokens_note(gemms, options, *collected.windows.shape):
         notes.note(remark)
     if later:
@@ -305,8 +308,10 @@ def scales(run: Run, notes: Notes, options: RescaleOptions) -> Run:
     check_attention(adapters_of(run), ExportOptions(), chosen)
     gemms = sources.gemms_of(source, chosen)
     measured = load_record(run).corpus
-    if remark := few_tokens_note(gemms, chosen, measured.windows, measured.seq_len):
-        notes.note(remark)
+    check_outputs(chosen, measured.windows)
+    for remark in (few_tokens_note(gemms, chosen, measured.windows, measured.seq_len), idle_note(chosen)):
+        if remark:
+            notes.note(remark)
     _prepare_scales(run, source, gemms, chosen, notes)
     quantize(run, source, gemms, chosen, notes)
     export_or_note(run, graph, notes)

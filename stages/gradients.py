@@ -12,6 +12,7 @@ gradient: 12.4 and 9.6 GB for a 1.5B and 1,024 tokens, which took 22.7 GB in all
 
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from ..calibrate.model.expert_modules import experts_of
 from ..calibrate.model.gemms import observed_gemms
 from ..calibrate.model.memory import weight_bytes
 from ..calibrate.model.source import Source, load_model, meta_model
+from ..core.errors import InputError
 from ..core.files import read_document, replacing, write_document
 from ..core.memory import release_memory
 from ..core.reporter import SILENT, Reporter
@@ -115,7 +117,7 @@ def run_gradients(run: Run, source: Source, options: ScaleOptions, notes: Notes,
     `output_moments/`. `stream`: weigh first tokens layer by layer.
     """
     weigh_first_tokens(run, source, options, notes, stream)
-    if options.weigh_outputs:
+    if options.weighs_outputs:
         _weigh_outputs(run, source, options.weigh_outputs, notes)
 
 
@@ -169,11 +171,13 @@ def load_first_tokens(run: Run) -> dict[str, float]:
 def _weigh_outputs(run: Run, source: Source, count: int, notes: Notes) -> None:
     name = run.calibration.name
     inputs = {"model": source.fingerprint, name: run.record().stages["corpus"].outputs[name]}
-    key = Key(inputs, Options(), OutputFacts(windows=count))
+    windows = spread_windows(load_tokens(run, run.calibration, source.text_config.vocab_size), count)
+    key = Key(inputs, Options(), OutputFacts(windows=len(windows)))
     if OUTPUTS.is_current(run, key):
         return
+    if count > len(windows):
+        notes.note(f"--weigh-outputs {count:,}: the run has {len(windows):,} calibration windows, and all are taken")
     release_memory()
-    windows = spread_windows(load_tokens(run, run.calibration, source.text_config.vocab_size), count)
     with OUTPUTS.writing(run, key, notes) as log, OUTPUTS.working(run, key, notes) as folder:
         gathering = OutputMoments(source, in_batches(windows, 1), folder, device())
         gathering.run(notes.report, "Weighing outputs in")
@@ -187,11 +191,46 @@ def _weigh_outputs(run: Run, source: Source, count: int, notes: Notes) -> None:
     release_memory()
 
 
-def left_out(modules: list[str]) -> str:
+def check_outputs(options: ScaleOptions, windows: int) -> None:
+    """Raise InputError where `options` revise codes by outputs, and of so many calibration `windows` none would be left
+    to judge them.
+    """
+    if not options.weighs_outputs or min(options.weigh_outputs, windows) > 1:
+        return
+    more = "--weigh-outputs 20" if windows > 1 else "more --samples"
+    raise InputError(
+        f"--weigh-outputs {options.weigh_outputs:,}",
+        "one window gives gradients, and none is left to judge the codes by",
+        f"give {more}, or leave it out",
+    )
+
+
+def idle_note(options: ScaleOptions) -> str | None:
+    """Say why `--weigh-outputs` changes nothing; None where it does, or was not asked for."""
+    if not options.weigh_outputs or options.weighs_outputs:
+        return None
+    reason = f"revises codes of --weight-rounding gptq, and weights are rounded by {options.weight_rounding}"
+    if options.needs_moments:
+        reason = "GPTQ rounds weights in blocks without it"
+    return f"--weigh-outputs {options.weigh_outputs:,}: {reason}; it is left out"
+
+
+def left_out(modules: Sequence[str]) -> str:
     """Note the GEMMs that have no gradients, which are rounded by GPTQ alone."""
+    one = len(modules) == 1
     return (
-        f"--weigh-outputs: {len(modules):,} GEMMs ({modules[0]}{' …' if len(modules) > 1 else ''}) have no finite "
-        "gradients at outputs of a window's tokens, as experts, or no held-out ones; GPTQ rounds them without"
+        f"--weigh-outputs: GPTQ rounds {len(modules):,} {'GEMM' if one else 'GEMMs'} ({modules[0]}"
+        f"{'' if one else ' …'}) without {'its' if one else 'their'} outputs: there is no finite gradient for each "
+        "token of a window, as there is none of experts"
+    )
+
+
+def in_blocks_note(modules: Sequence[str]) -> str:
+    """Note the weights in blocks, which are rounded by GPTQ alone."""
+    one = len(modules) == 1
+    return (
+        f"--weigh-outputs: GPTQ rounds {len(modules):,} {'weight' if one else 'weights'} in blocks ({modules[0]}"
+        f"{'' if one else ' …'}) without {'its' if one else 'their'} outputs"
     )
 
 

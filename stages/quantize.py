@@ -63,7 +63,7 @@ from ..quantize.weights.rounding_progress import CachedCodes, CodesOfAnyInput, R
 from ..quantize.weights.sequential import SequentialRounding
 from ..quantize.weights.sequential_ranks import SentScaling, SequentialTask
 from .corpus import in_batches, load_tokens
-from .gradients import load_first_tokens, output_folder
+from .gradients import in_blocks_note, load_first_tokens, output_folder
 from .measure import measure_queries
 from .pipeline.stage import Key, Notes, arithmetic, device
 from .pipeline.stages import DISTILL, MEASURE, QUANTIZE, QuantizeFacts
@@ -261,6 +261,8 @@ def _note_choices(source: Source, statistics: Statistics, scales: Scales, option
             notes.note(line)
     if ragged := ragged_note(statistics, scales):
         notes.note(ragged)
+    if options.weighs_outputs and (in_blocks := scales.in_form(BLOCK)):
+        notes.note(in_blocks_note([*in_blocks]))
     layers = statistics.record.experts or {}
     if options.weight_scale == "tensor" and layers:
         notes.note(

@@ -9,6 +9,7 @@ import torch
 
 from fp8q import api
 from fp8q.calibrate.checkpoint.weights import Weights
+from fp8q.core.errors import InputError
 from fp8q.core.reporter import Silent
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, RescaleOptions
@@ -127,8 +128,8 @@ def test_a_gemm_without_finite_gradients_has_the_codes_of_gptq_and_is_named(
     assert len(revised) > 10
     recorded = run.record().stages["outputs"]
     assert recorded.notes[-1] == (
-        f"--weigh-outputs: 1 GEMMs ({module}) have no finite gradients at outputs of a window's tokens, as experts, or "
-        "no held-out ones; GPTQ rounds them without"
+        f"--weigh-outputs: GPTQ rounds 1 GEMM ({module}) without its outputs: there is no finite gradient for each "
+        "token of a window, as there is none of experts"
     )
     assert len(recorded.outputs) == 3 * (len(before) - 1)
 
@@ -146,16 +147,63 @@ def test_experts_are_rounded_as_without_and_are_named_once(calibrated: Callable[
     assert not revised & experts
     (said,) = (line for line in reporter.lines if "GEMMs" in line)
     assert said == (
-        f"--weigh-outputs: 24 GEMMs ({next(module for module in before if module in experts)} …) have no finite "
-        "gradients at outputs of a window's tokens, as experts, or no held-out ones; GPTQ rounds them without"
+        f"--weigh-outputs: GPTQ rounds 24 GEMMs ({next(module for module in before if module in experts)} …) without "
+        "their outputs: there is no finite gradient for each token of a window, as there is none of experts"
     )
     again = Lines()
     api.scales(run.root, RescaleOptions(weigh_outputs=6, weight_method="amax"), again)
     assert not [line for line in again.lines if "GEMMs" in line]
 
 
-def test_gemms_without_gradients_are_named_once() -> None:
-    assert stage.left_out(["a.0", "a.1"]) == (
-        "--weigh-outputs: 2 GEMMs (a.0 …) have no finite gradients at outputs of a window's tokens, as experts, or no "
-        "held-out ones; GPTQ rounds them without"
+def test_fewer_windows_than_were_asked_for_are_all_taken_once(calibrated: Callable[..., Run]) -> None:
+    run = calibrated(samples=3, only=("*.layers.0.mlp.up_proj",), weigh_outputs=1000)
+    recorded = run.record().stages["outputs"]
+    assert recorded.options["windows"] == 3
+    assert recorded.notes == ["--weigh-outputs 1,000: the run has 3 calibration windows, and all are taken"]
+    before = run.record().stages["outputs"]
+    api.scales(run.root, RescaleOptions(weigh_outputs=3))
+    assert run.record().stages["outputs"] == before
+
+
+def test_weights_in_blocks_are_rounded_as_without_and_are_named(calibrated: Callable[..., Run]) -> None:
+    only = ("*.layers.0.mlp.*",)
+    run = calibrated(samples=3, only=only, form=("block", "*.down_proj=one"))
+    before = codes(run)
+    reporter = Lines()
+    api.scales(run.root, RescaleOptions(weigh_outputs=3), reporter)
+    assert differing(before, codes(run)) <= {"model.layers.0.mlp.down_proj"}
+    (said,) = (line for line in reporter.lines if "outputs" in line and "first layer" not in line)
+    assert said == (
+        "--weigh-outputs: GPTQ rounds 2 weights in blocks (model.layers.0.mlp.gate_proj …) without their outputs"
     )
+
+
+def test_where_nothing_can_be_revised_no_gradients_are_gathered_and_a_line_says_so(
+    calibrated: Callable[..., Run],
+) -> None:
+    run = calibrated(samples=3, only=("*.layers.0.mlp.up_proj",))
+    for options, reason in (
+        ({"form": ("block",)}, "GPTQ rounds weights in blocks without it"),
+        (
+            {"form": ("one",), "weight_rounding": "nearest"},
+            "revises codes of --weight-rounding gptq, and weights are rounded by nearest",
+        ),
+    ):
+        reporter = Lines()
+        api.scales(run.root, RescaleOptions(weigh_outputs=6, **options), reporter)
+        assert [line for line in reporter.lines if "outputs" in line] == [
+            f"--weigh-outputs 6: {reason}; it is left out"
+        ]
+        assert "outputs" not in run.record().stages
+    assert stage.idle_note(CalibrateOptions()) is None
+    assert stage.idle_note(CalibrateOptions(weight_rounding="gptq", weigh_outputs=6)) is None
+
+
+def test_one_window_is_refused_since_none_is_left_to_judge() -> None:
+    fault = "one window gives gradients, and none is left to judge the codes by"
+    for asked, windows, remedy in ((1, 8, "--weigh-outputs 20"), (8, 1, "more --samples")):
+        with pytest.raises(InputError) as refused:
+            stage.check_outputs(CalibrateOptions(weight_rounding="gptq", weigh_outputs=asked), windows)
+        assert str(refused.value) == f"--weigh-outputs {asked}: {fault}; give {remedy}, or leave it out"
+    stage.check_outputs(CalibrateOptions(weight_rounding="gptq", weigh_outputs=2), 2)
+    stage.check_outputs(CalibrateOptions(weigh_outputs=1), 1)
