@@ -20,6 +20,7 @@ from ..core.run import Run
 from ..export.engine.build import resolve
 from ..options import FLOAT, RUNTIMES, WITHOUT_GRAPH, ReportOptions, RunOptions, ScaleOptions
 from ..options.calibrate import WITH_SECOND_CODES
+from ..quantize.sensitivity.output_gradients import PASSES as OUTPUT_PASSES
 from ..validate.accuracy.compare import BASELINES, windows_at_once
 from ..validate.accuracy.continuations import PROMPT_TOKENS, TOKENS
 from ..validate.accuracy.runtimes import held_type
@@ -50,6 +51,9 @@ SEARCH_CANDIDATES = 4
 ROUNDINGS = 2
 #: The passes of a forward and backward run for the first tokens' weights, in forward passes.
 FIRST_TOKEN_PASSES = 3.0
+#: The seconds of a quiet machine in which a code is revised by its outputs: SmolLM2's 106 million took 360
+#: (`docs/decisions/0125`), most of them for one move after the other.
+REVISION_SECONDS = 3.4e-6
 #: The files of hidden states of `--weight-rounding sequential`.
 SEQUENTIAL_FILES = 4
 #: What scoring takes, in logits of a window in FP32: these, those of the positions whose likeliest tokens are kept, and
@@ -175,14 +179,18 @@ def stages_of(plan: Planned) -> Iterator[PlannedStage]:
             "--no-weigh-first-token",
             freed=backward,
         )
-    if scales.weigh_outputs and plan.outlook.moments:
+    if scales.weighs_outputs and plan.outlook.moments:
         windows = min(scales.weigh_outputs, len(plan.collected.windows))
         gradients = rates.backward_bytes(windows * plan.window, by_layer=True)
+        moments = _moments_bytes(rates.outputs)
         yield PlannedStage(
             "gradients at outputs",
-            plan.begin + plan.gradients(FIRST_TOKEN_PASSES * windows),
-            plan.gradient_bytes(FIRST_TOKENS_PASS, by_layer=True),
-            gradients,
+            plan.begin + plan.gradients(OUTPUT_PASSES * windows),
+            max(
+                plan.gradient_bytes(FIRST_TOKENS_PASS, by_layer=True),
+                rates.base_bytes + 2 * rates.layer_bytes + moments / rates.layers,
+            ),
+            gradients + moments,
             "--weigh-outputs 0",
             freed=gradients,
         )
@@ -203,6 +211,8 @@ def _checkpoint(plan: Planned) -> PlannedStage:
     rates = plan.rates
     scales = plan.scales
     rounding = rates.compensated if scales.needs_moments else 0.0
+    if scales.weighs_outputs:
+        rounding += rates.pace * REVISION_SECONDS * rates.numbers
     work = 0.0
     if scales.weight_rounding == "sequential":
         work = FP32_BYTES * SEQUENTIAL_FILES * plan.tokens * rates.hidden + rates.numbers
@@ -225,7 +235,7 @@ def _calibration(plan: Planned) -> PlannedStage:
     disk = work
     if plan.outlook.moments:
         token += rates.moments
-        moments = _moments_bytes(rates)
+        moments = _moments_bytes(rates.inputs)
         if plan.outlook.spent:
             moments /= rates.layers
             work += moments
@@ -241,9 +251,9 @@ def _spent_codes(plan: Planned) -> float:
     return plan.rates.numbers if plan.outlook.spent else 0.0
 
 
-def _moments_bytes(rates: Rates) -> float:
-    """The bytes of the second moments of all inputs."""
-    return float(FP32_BYTES * sum(width * width for width in rates.inputs))
+def _moments_bytes(widths: Iterable[int]) -> float:
+    """The bytes of second moments of tensors of these `widths`."""
+    return float(FP32_BYTES * sum(width * width for width in widths))
 
 
 def _engines(plan: Planned) -> Iterator[PlannedStage]:
@@ -275,7 +285,7 @@ def _search(plan: Planned, validation: PlannedStage) -> PlannedStage:
         rounding += plan.begin + plan.gradients(FIRST_TOKEN_PASSES * FIRST_TOKEN_WINDOWS)
     gathered = 0.0
     if not plan.outlook.moments:  # the model is measured again
-        gathered = _moments_bytes(rates)
+        gathered = _moments_bytes(rates.inputs)
         rounding += plan.begin + plan.tokens * (rates.observed + rates.moments) + plan.calibration_rows * rates.seeing
     work = rates.backward_bytes(PREDICTED_WINDOWS * plan.window, plan.losses_by_layer) + rates.numbers
     return PlannedStage(

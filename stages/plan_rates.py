@@ -67,9 +67,9 @@ class Rates:
     """Seconds for a token: `plain` forward, `observed` with statistics, in `fp32`, through the `reference` and `onnx`,
     of `scoring` its logits, and of gathering `moments`; `scaling` a number of a weight, `compensated` all weights by
     GPTQ. `pace`: how much slower than a quiet machine this one runs Python. `inputs`: the widths of distinct inputs;
-    `layer_bytes`, `outside_bytes`: of the largest decoder layer, and of what is in none, in BF16; `window_bytes`: what
-    a window takes beside the weights; `pass_values`: a token's in a pass forward and back; `seeing`: seconds of the
-    part that sees, for a token of a row with images.
+    `outputs`: the output channels of each weight; `layer_bytes`, `outside_bytes`: of the largest decoder layer, and of
+    what is in none, in BF16; `window_bytes`: what a window takes beside the weights; `pass_values`: a token's in a pass
+    forward and back; `seeing`: seconds of the part that sees, for a token of a row with images.
     """
 
     plain: float
@@ -91,6 +91,7 @@ class Rates:
     parameters: float
     numbers: float
     inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
     layers: int
     hidden: int
     vocabulary: int
@@ -180,6 +181,7 @@ def measured_rates(
         parameters=weights / 2,
         numbers=numbers,
         inputs=widths,
+        outputs=tuple(channels for channels, _ in shapes.values()),
         layers=layers,
         hidden=source.text_config.hidden_size,
         vocabulary=vocabulary,

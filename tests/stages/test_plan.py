@@ -35,8 +35,8 @@ SMALL: dict[str, Any] = {"samples": 4, "seq_len": 64, "batch_size": 2}
 RATES = Rates(
     plain=1.0, observed=2.0, fp32=3.0, reference=1.5, onnx=4.0, scoring=0.25, moments=0.5, scaling=0.01,
     compensated=100.0, pace=2.0, load_seconds=5.0, base_bytes=1000, weight_bytes=200, layer_bytes=30, outside_bytes=50,
-    window_bytes=10, parameters=100, numbers=80, inputs=(3, 4), layers=2, hidden=4, vocabulary=10, pass_values=20,
-    seeing=7.0, streamed=False,
+    window_bytes=10, parameters=100, numbers=80, inputs=(3, 4), outputs=(5, 6), layers=2, hidden=4, vocabulary=10,
+    pass_values=20, seeing=7.0, streamed=False,
 )  # fmt: skip
 
 
@@ -143,6 +143,21 @@ def test_the_disk_of_a_stage_has_all_its_files(demo_checkpoint: Path) -> None:
     search, logits = stages["search of a form"], stages["validate"].spare
     assert logits == 2 * 14 * open_source(str(demo_checkpoint)).text_config.vocab_size
     assert (search.disk, search.freed) == (120 + 4 * (3 * 3 + 4 * 4) + 80 + logits, 120 + 80 + logits)
+
+
+def test_outputs_take_their_moments_for_good_and_the_time_of_revising_codes(demo_checkpoint: Path) -> None:
+    """H_O of 5 and 6 channels, half of it in a layer; two of three windows go forward and back."""
+    asked: dict[str, Any] = {"moments": True, "weight_rounding": "gptq"}
+    without = planned(demo_checkpoint, **asked)
+    stages = planned(demo_checkpoint, weigh_outputs=2, rates=replace(RATES, layer_bytes=10**6), **asked)
+    moments = 4 * (5 * 5 + 6 * 6)
+    gathered = stages["gradients at outputs"]
+    assert gathered.seconds == 5 + 2 * 1.0 + 4 * 2 * 8 * RATES.fp32
+    assert (gathered.disk - moments, gathered.disk - gathered.freed) == (RATES.backward_bytes(16, True), moments)
+    assert gathered.memory == 1000 + 2 * 10**6 + moments / 2
+    revising = stages["scales and checkpoint"].seconds - without["scales and checkpoint"].seconds
+    assert revising == pytest.approx(2 * 3.4e-6 * 80)
+    assert "gradients at outputs" not in planned(demo_checkpoint, weigh_outputs=2, form=("block",), **asked)
 
 
 def test_a_pass_back_takes_the_memory_of_its_tensors(demo_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
