@@ -1,15 +1,18 @@
 """The stage `costliest`: choose the weights that stay in BF16 since FP8 costs them most (`--bf16-weights`).
 
 The loss of each weight is that which `sensitivity` predicts on a few calibration windows, of codes that are rounded to
-nearest: so the checkpoint is written twice, first with those. The choice does not depend on how weights are rounded,
-nor on the forms of inputs, and other scales keep it.
+nearest: so a checkpoint of those is written first, into a run in the work folder of the stage. The run itself keeps its
+checkpoint and options until all is known. The choice does not depend on how weights are rounded, nor on the forms of
+inputs, and other scales keep it.
 """
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 from ..calibrate.measure.statistics import load_record
 from ..calibrate.model.source import Source
+from ..core.errors import InputError
 from ..core.files import write_document
 from ..core.memory import release_memory
 from ..core.run import Run
@@ -22,8 +25,8 @@ from ..quantize.sensitivity.backward import check_chain
 from ..quantize.weights.channels import joined_families
 from .gradients import LOSSES_PASS
 from .pipeline.stage import Key, Notes, device
-from .pipeline.stages import COSTLIEST, CostliestFacts
-from .quantize import KnownCodes, quantize
+from .pipeline.stages import CORPUS, COSTLIEST, MEASURE, CostliestFacts
+from .quantize import quantize
 from .sensitivity import WEIGHTS, predicted_losses
 
 #: Calibration windows that losses are predicted on.
@@ -57,32 +60,51 @@ def choose_costliest(run: Run, source: Source, gemms: ModelGemms, options: Scale
         options.in_one_form(ONE), weight_scale="channel", weight_rounding="nearest", bf16_weights=0.0, kv_cache="off",
         kv_scale="tensor", kv_skip=(), q_scale=False, layout="compressed-tensors",
     )  # fmt: skip
-    quantize(run, source, gemms, nearest, notes, KnownCodes(learned=False))
     with COSTLIEST.writing(run, key, notes) as log, COSTLIEST.working(run, key, notes) as folder:
-        costliest = _predicted(run, source, gemms, options, folder, notes)
+        measured = _measured_run(run, folder / "nearest")
+        quantize(measured, source, gemms, nearest, Notes(notes.report))
+        costliest = _predicted(measured, source, gemms, options, folder, notes)
         write_document(run.costliest, costliest)
         log.outputs.append(run.costliest)
         _note_chosen(costliest, options.bf16_weights, notes)
     release_memory()
 
 
+def _measured_run(run: Run, root: Path) -> Run:
+    """Make a run at `root` that was measured as `run` was, and no more, unless a killed call has made it."""
+    measured = Run(root)
+    if not measured.exists():
+        root.mkdir(exist_ok=True)
+        for path in (run.calibration, run.statistics, run.statistics_json):
+            (root / path.name).unlink(missing_ok=True)
+            os.link(path, root / path.name)
+        record = run.record()
+        stages = {name: record.stages[name] for name in (CORPUS.name, MEASURE.name)}
+        write_document(measured.record_file, record.model_copy(update={"stages": stages}))
+    return measured
+
+
 def _predicted(
     run: Run, source: Source, gemms: ModelGemms, options: ScaleOptions, folder: Path, notes: Notes
 ) -> Costliest:
-    """Predict the loss of each weight of the run, whose codes are rounded to nearest, and choose the costliest."""
+    """Predict the loss of each weight of the run, whose codes are rounded to nearest, and choose the costliest.
+
+    Raises InputError where these are all.
+    """
     predicted = predicted_losses(run, source, WINDOWS, folder, notes, WEIGHTS)
     scales = load_scales(run).of_text
     record = load_record(run)
     losses = {loss.module: loss.kl_nats for loss in predicted.modules}
     numbers = {module: weight.channels * gemms.widths[module] for module, weight in scales.weights.items()}
-    return Costliest(
-        windows=predicted.windows,
-        kl_nats=sum(losses.values()),
-        weights=costliest_weights(
-            joined_families(numbers, record.groups.values()), losses, numbers, options.bf16_weights,
-            record.experts or {},
-        ),
-    )  # fmt: skip
+    families = joined_families(numbers, record.groups.values())
+    chosen = costliest_weights(families, losses, numbers, options.bf16_weights, record.experts or {})
+    if sum(len(weights.modules) for weights in chosen) == len(numbers):
+        raise InputError(
+            f"--bf16-weights {100 * options.bf16_weights:g}%",
+            f"holds all {len(numbers):,} weights in BF16, so there is nothing to quantize",
+            "give a smaller share",
+        )
+    return Costliest(windows=predicted.windows, kl_nats=sum(losses.values()), weights=chosen)
 
 
 def _note_chosen(costliest: Costliest, share: float, notes: Notes) -> None:

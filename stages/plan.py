@@ -167,7 +167,7 @@ def stages_of(plan: Planned) -> Iterator[PlannedStage]:
             plan.gradient_bytes(LOSSES_PASS, plan.losses_by_layer),
             rates.checkpoint_bytes + backward,
             "--bf16-weights 0",
-            freed=backward,
+            freed=rates.checkpoint_bytes + backward,
         )
     if scales.weigh_first_token and plan.outlook.moments:
         backward = rates.backward_bytes(FIRST_TOKEN_WINDOWS * plan.window, plan.first_tokens_by_layer)
@@ -205,9 +205,7 @@ def stages_of(plan: Planned) -> Iterator[PlannedStage]:
 
 
 def _checkpoint(plan: Planned) -> PlannedStage:
-    """Plan scales and rounding; the checkpoint that costliest weights are chosen by lies there until it ends, and so do
-    codes that were rounded before.
-    """
+    """Plan scales and rounding; codes that were rounded before lie there until it ends."""
     rates = plan.rates
     scales = plan.scales
     rounding = rates.compensated if scales.needs_moments else 0.0
@@ -216,8 +214,7 @@ def _checkpoint(plan: Planned) -> PlannedStage:
     work = 0.0
     if scales.weight_rounding == "sequential":
         work = FP32_BYTES * SEQUENTIAL_FILES * plan.tokens * rates.hidden + rates.numbers
-    before = rates.checkpoint_bytes if scales.bf16_weights else 0.0
-    before += _spent_codes(plan)
+    before = _spent_codes(plan)
     return PlannedStage(
         "scales and checkpoint",
         rates.pace * BEGIN_SECONDS + rates.scaling * rates.numbers + rounding,

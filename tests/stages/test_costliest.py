@@ -13,7 +13,9 @@ from fp8q import api
 from fp8q.calibrate.measure.moments import SecondMoments
 from fp8q.calibrate.model.source import open_source
 from fp8q.core.errors import InputError
+from fp8q.core.record import StageRecord
 from fp8q.core.run import Run
+from fp8q.core.run_writer import RunWriter
 from fp8q.options import CalibrateOptions
 from fp8q.quantize.scales.costliest import Costliest, load_costliest
 from fp8q.quantize.scales.decisions import load_scales
@@ -151,3 +153,41 @@ def test_a_model_that_can_be_predicted_in_no_way_is_refused_first(
         f"{source.name}: LlamaForCausalLM has no list of 4 decoder layers, so it cannot be streamed layer by layer; "
         "give it memory for the whole in FP32, or --bf16-weights 0, which needs no losses"
     )
+
+
+def test_a_call_that_ends_before_the_choice_leaves_the_run_as_it_was(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command goes on with the run's own options, and nearest codes that were made are not made again."""
+    RunWriter(run).forget("costliest")
+    before = {path: path.read_bytes() for path in (run.scales, *run.model.glob("*.safetensors"))}
+    quantized = run.record().stages["quantize"]
+    predicted = sensitivity.predicted_losses
+    monkeypatch.setattr(stage, "predicted_losses", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        api.scales(run.root, bf16_weights=0.15)
+    assert run.record().stages["quantize"] == quantized
+    assert {path: path.read_bytes() for path in before} == before
+    nearest = Run(run.root / ".costliest.work" / "nearest")
+    made = nearest.record().stages["quantize"]
+    seen = list[StageRecord]()
+
+    def goes_on(measured: Run, *arguments: Any) -> Any:
+        seen.append(measured.record().stages["quantize"])
+        return predicted(measured, *arguments)
+
+    monkeypatch.setattr(stage, "predicted_losses", goes_on)
+    api.scales(run.root, bf16_weights=0.15)
+    assert seen == [made]
+    assert run.record().stages["quantize"].options["weight_rounding"] == "gptq"
+    assert not nearest.root.exists()
+
+
+def test_a_share_that_holds_all_weights_is_refused_and_leaves_the_run_as_it_was(run: Run) -> None:
+    before = run.record()
+    with pytest.raises(InputError) as refused:
+        api.scales(run.root, bf16_weights="100%")
+    assert str(refused.value) == (
+        "--bf16-weights 100%: holds all 28 weights in BF16, so there is nothing to quantize; give a smaller share"
+    )
+    assert run.record() == before
+    assert load_costliest(run).modules
+    assert not list(run.root.glob(".*.work"))
