@@ -5,7 +5,7 @@ import signal
 import sys
 import traceback
 
-from ..core.errors import INTERRUPTED, BackendError, Fp8qError, InputError
+from ..core.errors import INTERRUPTED, BackendError, Fp8qError, InputError, is_want_of_memory
 from .signals import deafen, handle_signals, line
 
 
@@ -105,11 +105,10 @@ def exhausted(error: BaseException) -> str | None:
             "something read is nested more deeply than Python can follow (RecursionError); FP8Q_DEBUG=1 shows where, "
             "simplify that file"
         )
-    text = str(error)
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text:
+    if is_want_of_memory(error):
         return (
-            f"there is not enough memory ({text.strip() or 'MemoryError'}); give the process more, calibrate with "
-            "--stream or a smaller --batch-size, or validate with a smaller --context"
+            f"there is not enough memory ({str(error).strip() or 'MemoryError'}); give the process more, calibrate "
+            "with --stream or a smaller --batch-size, or validate with a smaller --context"
         )
     return None
 

@@ -92,3 +92,10 @@ def visible(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def is_want_of_memory(error: BaseException) -> bool:
+    """Tell whether `error` is a want of memory, be it Python's, a GPU's or torch's on the host."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return "can't allocate memory" in str(error)

@@ -220,8 +220,8 @@ def left_out(modules: Sequence[str]) -> str:
     one = len(modules) == 1
     return (
         f"--weigh-outputs: GPTQ rounds {len(modules):,} {'GEMM' if one else 'GEMMs'} ({modules[0]}"
-        f"{'' if one else ' …'}) without {'its' if one else 'their'} outputs: there is no finite gradient for each "
-        "token of a window, as there is none of experts"
+        f"{'' if one else ' …'}) without {'its' if one else 'their'} outputs, which have no finite gradient for "
+        "each token of a window, as those of experts, or moments that memory does not hold"
     )
 
 

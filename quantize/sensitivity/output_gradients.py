@@ -16,7 +16,8 @@ first token of each window: its gradients are hundreds of times as large at keys
 weighed in H_I. Of every `EVERY`th window inputs and gradients of some tokens are stored instead, by which codes are
 judged: they see neither H_O nor the independence of g and x that it supposes. Labels are drawn by a generator whose
 seed is the number of the window. The files of a layer are written at the end of its step. GEMMs whose outputs have
-another number of tokens, as those of experts, are left out, and those whose gradients are not finite.
+another number of tokens, as those of experts, are left out, and those whose gradients are not finite or whose H_O
+memory does not hold.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,6 +40,7 @@ from ...calibrate.measure.stream import LayerSteps, check_room
 from ...calibrate.model.expert_modules import experts_of
 from ...calibrate.model.gemms import output_channel_axis
 from ...calibrate.model.source import Source
+from ...core.errors import is_want_of_memory
 from ...core.files import Strict
 from ...core.reporter import Reporter
 from ..weights.output_side import GRADIENTS, INPUTS
@@ -243,7 +245,7 @@ class LayerwiseFirstTokens(GradientsOfLayers):
         self.results.squares |= added(sums)
 
 
-def is_judged_by(window: int, windows: int) -> bool:
+def judges_codes(window: int, windows: int) -> bool:
     """Tell whether window number `window`, of so many `windows`, is held out of H_O."""
     return windows > 1 and window % EVERY == min(EVERY, windows) - 1
 
@@ -255,10 +257,25 @@ class LayerGradients:
         self._moments: dict[str, torch.Tensor] = {}
         self._inputs: dict[str, list[torch.Tensor]] = {}
         self._gradients: dict[str, list[torch.Tensor]] = {}
+        self._beyond_memory: set[str] = set()
 
-    def add(self, module: str, inputs: torch.Tensor, gradients: torch.Tensor, judged: bool) -> None:
-        """Add the tokens of a window: `inputs` [tokens, in], `gradients` [tokens, out], both float32."""
-        if judged:
+    def add(self, module: str, inputs: torch.Tensor, gradients: torch.Tensor, held_out: bool) -> None:
+        """Add the tokens of a window, `inputs` [tokens, in] and `gradients` [tokens, out], both float32, to the sums,
+        or to the tokens that are `held_out` of them. A GEMM whose sums memory does not hold has none from then on.
+        """
+        if module in self._beyond_memory:
+            return
+        try:
+            self._add(module, inputs, gradients, held_out)
+        except (MemoryError, RuntimeError) as error:  # torch's of a GPU is a RuntimeError
+            if not is_want_of_memory(error):
+                raise
+            self._beyond_memory.add(module)
+            for of_gemms in (self._moments, self._inputs, self._gradients):
+                of_gemms.pop(module, None)
+
+    def _add(self, module: str, inputs: torch.Tensor, gradients: torch.Tensor, held_out: bool) -> None:
+        if held_out:
             number = min(TOKENS, len(inputs))
             some = torch.arange(number, device=inputs.device) * len(inputs) // number
             self._inputs.setdefault(module, []).append(inputs[some].bfloat16())
@@ -301,8 +318,10 @@ class OutputMoments(GradientsOfLayers):
         """The bytes of the files of all GEMMs that gradients are gathered for: of the moments, and of held-out tokens
         the inputs and gradients.
         """
-        judging = [ids for number, ids in enumerate(self.batches.values()) if is_judged_by(number, len(self.batches))]
-        tokens = sum(min(TOKENS, ids.shape[1] - 1) for ids in judging)
+        batches = enumerate(self.batches.values())
+        tokens = sum(
+            min(TOKENS, ids.shape[1] - 1) for number, ids in batches if judges_codes(number, len(self.batches))
+        )
         experts = tuple(f"{layer}." for layer in experts_of(self.model))
         sizes: dict[Path, int] = {}
         for name, module in self.gemms.items():
@@ -331,8 +350,8 @@ class OutputMoments(GradientsOfLayers):
             gradients, back = output_gradients(names, end, self.batches[batches[number]].shape)
             for name, gradient in gradients.items():
                 inputs = end.seen.inputs[name].detach()
-                judged = is_judged_by(number, len(batches))
-                sums.add(name, inputs[:, 1:].flatten(0, 1), gradient[:, 1:].flatten(0, 1), judged)
+                held_out = judges_codes(number, len(batches))
+                sums.add(name, inputs[:, 1:].flatten(0, 1), gradient[:, 1:].flatten(0, 1), held_out)
             return back
 
         yield collect

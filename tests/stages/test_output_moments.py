@@ -128,8 +128,8 @@ def test_a_gemm_without_finite_gradients_has_the_codes_of_gptq_and_is_named(
     assert len(revised) > 10
     recorded = run.record().stages["outputs"]
     assert recorded.notes[-1] == (
-        f"--weigh-outputs: GPTQ rounds 1 GEMM ({module}) without its outputs: there is no finite gradient for each "
-        "token of a window, as there is none of experts"
+        f"--weigh-outputs: GPTQ rounds 1 GEMM ({module}) without its outputs, which have no finite gradient for "
+        "each token of a window, as those of experts, or moments that memory does not hold"
     )
     assert len(recorded.outputs) == 3 * (len(before) - 1)
 
@@ -148,7 +148,8 @@ def test_experts_are_rounded_as_without_and_are_named_once(calibrated: Callable[
     (said,) = (line for line in reporter.lines if "GEMMs" in line)
     assert said == (
         f"--weigh-outputs: GPTQ rounds 24 GEMMs ({next(module for module in before if module in experts)} …) without "
-        "their outputs: there is no finite gradient for each token of a window, as there is none of experts"
+        "their outputs, which have no finite gradient for each token of a window, as those of experts, or moments that "
+        "memory does not hold"
     )
     again = Lines()
     api.scales(run.root, RescaleOptions(weigh_outputs=6, weight_method="amax"), again)

@@ -16,7 +16,7 @@ from fp8q.quantize.sensitivity.output_gradients import (
     LayerGradients,
     OutputMoments,
     WatchedGemms,
-    is_judged_by,
+    judges_codes,
     output_gradients,
 )
 from fp8q.quantize.weights.output_side import OutputSide, load_output_side
@@ -128,10 +128,22 @@ def test_a_gemm_whose_gradients_are_not_finite_has_no_files(tmp_path: Path, judg
     assert load_output_side(tmp_path, "b") is None
 
 
+def test_a_gemm_whose_moments_memory_does_not_hold_has_no_files(tmp_path: Path) -> None:
+    """Those of ten million channels take 400 TB; in the window before nothing wanted for room."""
+    sums = LayerGradients()
+    for held_out in (True, False, False):
+        sums.add("a", torch.ones(2, 3), torch.ones(2, 4), held_out)
+        sums.add("b", torch.ones(2, 3), torch.ones(2, 1).expand(2, 10**7), held_out)
+    sums.save(tmp_path)
+    assert sorted(files(tmp_path)) == ["a.gradients.npy", "a.inputs.npy", "a.npy"]
+    with pytest.raises(RuntimeError, match="should match"):
+        sums.add("a", torch.ones(2, 3), torch.ones(2, 5), False)
+
+
 def test_the_last_of_every_five_windows_is_held_out_and_of_fewer_the_last() -> None:
-    assert [window for window in range(12) if is_judged_by(window, 12)] == [4, 9]
-    assert [window for window in range(3) if is_judged_by(window, 3)] == [2]
-    assert not is_judged_by(0, 1)
+    assert [window for window in range(12) if judges_codes(window, 12)] == [4, 9]
+    assert [window for window in range(3) if judges_codes(window, 3)] == [2]
+    assert not judges_codes(0, 1)
 
 
 def test_the_loss_is_the_square_of_gradient_times_error_and_of_the_inputs_noise() -> None:
