@@ -124,7 +124,13 @@ BY_HAND: Mapping[str, str] = {
     "weight_levers_qwen_coder": (
         "weight_levers.py qwen_coder --rows '^(nearest|exact$|gptq, weighed)' --samples 16 --runs build/runs"
     ),
-    "weight_levers_shrunk": "weight_levers.py smollm2 --rows '^(gptq, weighed|exact$)' --runs build/runs",
+    "weight_levers_shrunk": (
+        "weight_levers.py smollm2 --rows '^(gptq, weighed|output side$|exact|output side, exact(, 10%.*)?$)' "
+        "--runs build/runs"
+    ),
+    "weight_levers_outputs_exact_gemma3": (
+        "weight_levers.py gemma3 --rows '^(exact|output side, exact(, 10%.*)?$)' --windows 24 --runs build/runs"
+    ),
     "weight_levers_shrunk_gemma3": (
         "weight_levers.py gemma3 --rows '^(gptq, weighed|exact$)' --windows 24 --runs build/runs"
     ),

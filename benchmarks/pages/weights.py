@@ -113,21 +113,24 @@ def output_side() -> str:
     return table(["model", "weights", "KL × 10⁶", *ratios, "median", "perplexity", "flips", *COSTS], cells)
 
 
-#: A model and the windows of its calibration -> the result whose rows have their correlations shrunk, and that of the
-#: same rows before, where there is one.
-SHRUNK: Mapping[str, tuple[str, str | None]] = {
-    "SmolLM2-135M": ("weight_levers_shrunk", "weight_levers_outputs_exact"),
-    "Gemma 3 270M": ("weight_levers_shrunk_gemma3", "weight_levers_outputs_gemma3"),
-    "Qwen2.5-Coder-1.5B": ("weight_levers_qwen_coder", None),
+#: A model -> the results whose rows have their correlations shrunk, and that of the same rows before, where there is
+#: one.
+SHRUNK: Mapping[str, tuple[Sequence[str], str | None]] = {
+    "SmolLM2-135M": (("weight_levers_shrunk",), "weight_levers_outputs_exact"),
+    "Gemma 3 270M": (
+        ("weight_levers_shrunk_gemma3", "weight_levers_outputs_exact_gemma3"),
+        "weight_levers_outputs_gemma3",
+    ),
+    "Qwen2.5-Coder-1.5B": (("weight_levers_qwen_coder",), None),
 }
 
 
 def shrunk() -> str:
     """What is left of the loss of weights where GPTQ's correlations are shrunk by how many tokens show them."""
     cells = []
-    for model, (result, earlier) in SHRUNK.items():
-        windows = load(result)["samples"]
-        rows, before = _rows_of([result]), _rows_of([earlier]) if earlier else {}
+    for model, (results, earlier) in SHRUNK.items():
+        windows = load(results[0])["samples"]
+        rows, before = _rows_of(results, renewed=False), _rows_of([earlier]) if earlier else {}
         for name, row in rows.items():
             known = before.get(name, {})
             cells.append(
