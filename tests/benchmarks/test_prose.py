@@ -101,6 +101,7 @@ REVIEWED: Mapping[str, Mapping[str, Kind]] = {
         "one batch (16 MB)": "limit",
     },
     "docs/weights.md": {
+        "output, 59 GB for that Llama": "arithmetic",
         "33 GB for a Llama of 8 B": "arithmetic",
         "16 bytes for each token and channel": "arithmetic",
     },
