@@ -168,7 +168,7 @@ def ended(asked: Command, clone: Path, variables: Mapping[str, str]) -> str:
     done = subprocess.run(words, check=False, cwd=clone, env=variables, capture_output=True, text=True)
     if done.returncode not in (0, GateError.exit_code):
         raise RuntimeError(f"{asked.run_as}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    lines = done.stdout.strip().splitlines() or [""]
+    lines = done.stdout.replace(f"{ROOT}/", "").strip().splitlines() or [""]
     return next((line for line in lines if line.startswith(VERDICTS)), lines[-1])
 
 

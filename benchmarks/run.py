@@ -164,6 +164,7 @@ BY_HAND: Mapping[str, str] = {
         "--form 'tail of 64' --form 'weights alone' --form dynamic"
     ),
     "first_evening_vllm": "first_evening.py --ways vllm --vllm .venv/vllm",
+    "first_evening_quicker": "first_evening.py --ways quicker --model smollm2",
     "first_evening_triton": "first_evening.py --ways triton",
 }
 #: The longest that a part is to take on a quiet machine of two cores.

@@ -72,6 +72,15 @@ def drafts_unchanged() -> str:
     return f"{sum(row['answers_unchanged'] for row in rows)} of {sum(row['answers'] for row in rows)}"
 
 
+def quicker() -> str:
+    """The time of `convert` and `compare` of a model that people know, and the verdict."""
+    result = load("first_evening_quicker")
+    *_, converted, compared = result["ways"]["quicker"]["commands"]
+    minutes = compared["seconds"] / 60
+    verdict = compared["said"].partition(":")[0].lower()
+    return f"{converted['seconds']:.0f} s and {minutes:.0f} minutes, to the verdict “{verdict}”"
+
+
 def _vllm_speed(form: str) -> str:
     """Tokens a second over BF16's, of 32 clients and of one."""
     speed = {(row["form"], row["prompt"], row["clients"]): row["tokens_per_second"] for row in load("vllm_8b")["rows"]}
@@ -99,5 +108,6 @@ FIGURES: Mapping[str, Callable[[], str]] = {
         gpu_vllm_one_code,
         gpu_vllm_two_codes,
         drafts_unchanged,
+        quicker,
     )
 }
