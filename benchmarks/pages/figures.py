@@ -73,12 +73,11 @@ def drafts_unchanged() -> str:
 
 
 def quicker() -> str:
-    """The time of `convert` and `compare` of a model that people know, and the verdict."""
+    """The minutes of `convert` and `compare` of a model that people know, and the verdict."""
     result = load("first_evening_quicker")
     *_, converted, compared = result["ways"]["quicker"]["commands"]
-    minutes = compared["seconds"] / 60
-    verdict = compared["said"].partition(":")[0].lower()
-    return f"{converted['seconds']:.0f} s and {minutes:.0f} minutes, to the verdict “{verdict}”"
+    minutes = (converted["seconds"] + compared["seconds"]) / 60
+    return f"{minutes:.0f} minutes, “{compared['said'].partition(':')[0].lower()}”"
 
 
 def _vllm_speed(form: str) -> str:
