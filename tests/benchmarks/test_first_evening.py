@@ -1,4 +1,4 @@
-"""The README's two ways, as `benchmarks/first_evening.py` reads and follows them."""
+"""The README's ways, as `benchmarks/first_evening.py` reads and follows them."""
 
 import shlex
 from pathlib import Path
@@ -54,6 +54,11 @@ def test_the_quicker_way_begins_with_the_installation_and_runs_on_the_model_that
     assert [line.split()[0] for line in lines] == ["python3", ".venv/bin/pip", ".venv/bin/fp8q", ".venv/bin/fp8q"]
     asked = command(lines[-1], 8000, NAMES | {"MODEL": "models/mine", "TEXT": "text.txt"})
     assert asked.run_as == (".venv/bin/fp8q compare models/mine --model runs/fp8 --data text.txt --out runs/compared")
+
+
+def test_a_server_that_computes_something_else_is_no_answer() -> None:
+    assert command(".venv/bin/fp8q compare RUN --url http://localhost:8000", 8000).statuses == (0,)
+    assert command(".venv/bin/fp8q compare MODEL --model FP8 --data TEXT --out OUT", 8000).statuses == (0, 3)
 
 
 @pytest.mark.parametrize("way", ["vllm", "triton"])
