@@ -41,6 +41,8 @@ WRITTEN = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 #: Who is said to have written it: by this name vLLM knows hf_quant_config.json, and refuses others.
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 _NUMBER = {"dynamic": False, "num_bits": 8, "type": "float"}
+#: E4M3's bits and type, the second as ModelOpt's own configurations have it.
+_E4M3 = ((8, "float"), ([4, 3], "float"))
 #: The fields that change the values of a model or of a layer.
 _MEANT: Mapping[str, tuple[Effect, Callable[[Any], str | None]]] = {
     "pre_quant_scale": ("changes", unless(False, None, what="inputs that are scaled first:")),
@@ -91,7 +93,7 @@ def _declared(source: Path, said: Any) -> DeclaredQuantization:
 
 def other_number(said: Mapping[str, Any]) -> str | None:
     """State where the fields `said` of a configuration name another number in `config_groups` than `quant_algo`; None
-    where they do not. ModelOpt writes both, and vLLM and TensorRT Edge-LLM read both.
+    where they do not. ModelOpt writes both.
     """
     groups = said.get("config_groups")
     if str(said.get("quant_algo")).upper() not in ALGORITHMS or not isinstance(groups, dict):
@@ -99,7 +101,7 @@ def other_number(said: Mapping[str, Any]) -> str | None:
     for name, group in groups.items():
         for part in ("weights", "input_activations"):
             number = group.get(part) if isinstance(group, dict) else None
-            if isinstance(number, dict) and (number.get("num_bits", 8), number.get("type", "float")) != (8, "float"):
+            if isinstance(number, dict) and (number.get("num_bits", 8), number.get("type", "float")) not in _E4M3:
                 fault = f"{part} of {number.get('num_bits')} bits, type {number.get('type')}"
                 return f"{fault} in config_groups.{name}, and quant_algo {said['quant_algo']}"
     return None

@@ -18,6 +18,7 @@ from fp8q.core.errors import InputError
 from fp8q.core.run import Run
 from fp8q.options import RescaleOptions, ScaleOptions
 from fp8q.quantize.lint.check import checkpoint_findings
+from fp8q.quantize.reading.codecs import other_declaration
 from fp8q.quantize.reading.compressed_tensors import quantization_config
 from fp8q.quantize.reading.dequantized import fp8_source, recognize
 from fp8q.quantize.reading.run_checkpoint import stored_arrays
@@ -260,7 +261,11 @@ def test_files_that_contradict_are_named(static: Run, tmp_path: Path) -> None:
         f"{folder / 'config.json'}: says another list of what is left out than {FILE}, by lm_head"
     )
     folder = copied("groups")
-    config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 4
+    weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    weights["num_bits"] = [4, 3]  # E4M3
+    (folder / "config.json").write_text(json.dumps(config))
+    assert other_declaration(folder) is None
+    weights["num_bits"] = 4
     (folder / "config.json").write_text(json.dumps(config))
     said = f"{folder / 'config.json'}: says weights of 4 bits, type float in config_groups.group_0, and quant_algo FP8"
     assert complaint(folder) == f"{said}; {either}"
