@@ -217,21 +217,21 @@ def idle_note(options: ScaleOptions) -> str | None:
 
 def left_out(modules: Sequence[str]) -> str:
     """Note the GEMMs that have no gradients, which are rounded by GPTQ alone."""
-    one = len(modules) == 1
-    return (
-        f"--weigh-outputs: GPTQ rounds {len(modules):,} {'GEMM' if one else 'GEMMs'} ({modules[0]}"
-        f"{'' if one else ' …'}) without {'its' if one else 'their'} outputs, which have no finite gradient for "
-        "each token of a window, as those of experts, or moments that memory does not hold"
+    return _without_outputs(modules, "GEMM") + (
+        ", which have no finite gradient for each token of a window, as those of experts, or moments that memory does "
+        "not hold"
     )
 
 
 def in_blocks_note(modules: Sequence[str]) -> str:
     """Note the weights in blocks, which are rounded by GPTQ alone."""
+    return _without_outputs(modules, "weight", " in blocks")
+
+
+def _without_outputs(modules: Sequence[str], noun: str, where: str = "") -> str:
     one = len(modules) == 1
-    return (
-        f"--weigh-outputs: GPTQ rounds {len(modules):,} {'weight' if one else 'weights'} in blocks ({modules[0]}"
-        f"{'' if one else ' …'}) without {'its' if one else 'their'} outputs"
-    )
+    listed = f"{len(modules):,} {noun}{'' if one else 's'}{where} ({modules[0]}{'' if one else ' …'})"
+    return f"--weigh-outputs: GPTQ rounds {listed} without {'its' if one else 'their'} outputs"
 
 
 def output_folder(run: Run, options: ScaleOptions) -> Path | None:
