@@ -268,6 +268,8 @@ def locked(file: Path) -> Iterator[None]:
         handle.close()
         handle = _open_lock(file)
     if held_locks is not None:
+        if key in held_locks:  # of a file that was removed since
+            held_locks[key].close()
         held_locks[key] = handle
         yield
         return
