@@ -40,7 +40,7 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
         "weight_rounding": "gptq",
         "weigh_first_token": True,
         "weigh_outputs": 8,
-        "bf16_weights": 3.0,
+        "bf16_weights": 0.03,
         "stream": True,
     },
     "alone-by-tensor": {"form": ("bf16", "*down_proj=one"), "weight_scale": "tensor"},
