@@ -37,7 +37,7 @@ from fp8q.calibrate.text.evaluation import Evaluation
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import DistillOptions
-from fp8q.quantize.learning.training import forward_kl
+from fp8q.quantize.learning.divergence import forward_kl
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.distill import learning_text
 from fp8q.stages.pipeline.stage import Notes

@@ -124,6 +124,8 @@ BYTES_A_WEIGHT = 26
 #: Bytes that ranks share with --shard, the first five of these; of the others the first code alone is kept then.
 SHARED_BYTES = 20
 UNSHARED_BYTES = 1
+#: Tensors of the size of a step's logits, in FP32: the teacher's, the student's, and a gradient.
+LOGITS = 3
 #: Bytes while the student is loaded: the teacher's are shared by then, the student's weight and first code are not yet.
 TEACHER_BYTES = 4
 LOADED_BYTES = 5
@@ -307,7 +309,8 @@ def _learn_unless_done(run: Run, notes: Notes, data: str | None, options: Distil
         if options.shard:
             check_no_experts(source)
         other = "leave --end-to-end out" if options.stream else LESS_MEMORY
-        check_memory(source, "its weights", bytes_a_weight(options, world), world.process.local_ranks, other)
+        learning = Learning(run, source, text, options, "its weights")
+        check_memory(learning, bytes_a_weight(options, world), world.size, world.process.local_ranks, other)
     quantize(run, source, gemms_of(source, scales), scales, notes, KnownCodes(learned=False))  # to begin with
     with DISTILL.writing(run, key, notes) as log, DISTILL.working(run, key, notes) as folder:
         log.machine = world.machine()
@@ -343,13 +346,24 @@ def _take_part(run: Run, world: World) -> None:
         gathered_codes(layers)  # rank 0 has a part of them only, and writes all
 
 
-def check_memory(source: Source, learned: str, bytes_a_weight: float, ranks: int = 1, other: str = LESS_MEMORY) -> None:
-    """Raise InputError, naming `other` ways, for a model of which there is no memory to learn what is `learned`; each
-    of `ranks` on a machine needs its own.
+def check_memory(
+    what: Learning[LearnedBy], bytes_a_weight: float, ranks: int = 1, ranks_here: int = 1, other: str = LESS_MEMORY
+) -> None:
+    """Raise InputError, naming `other` ways, where there is no memory to learn; each of `ranks_here` on a machine needs
+    its own, and `ranks` in all share the windows of a step.
     """
-    size = round(weight_bytes(source) // 2 * bytes_a_weight)
-    if too_much := beyond(size, ranks):
-        raise InputError(source.name, f"learning {learned} takes {size / 1e9:,.3g} GB, {too_much}", other)
+    source, options = what.source, what.options
+    weights = round(weight_bytes(source) // 2 * bytes_a_weight)
+    windows = options.batch_size // ranks
+    values = windows * what.text.windows.shape[1] * source.text_config.vocab_size
+    size = weights + 4 * LOGITS * values
+    if not (too_much := beyond(size, ranks_here)):
+        return
+    of_logits = ""
+    if windows > 1 and not beyond(weights + 4 * LOGITS * values // windows, ranks_here):
+        of_logits = f", {4 * LOGITS * values / 1e9:,.3g} GB of it for the logits of a step"
+        other = f"--batch-size {ranks} takes fewer windows a step"
+    raise InputError(source.name, f"learning {what.learned} takes {size / 1e9:,.3g} GB{of_logits}, {too_much}", other)
 
 
 def learning_text(run: Run, source: Source, data: str | None, options: LearningOptions, notes: Notes) -> LearningText:
@@ -537,9 +551,11 @@ def note_domain(what: Learning[LearnedBy], teacher: PreTrainedModel, notes: Note
     """Note text that is of another domain than the calibration text, by the float model's own loss."""
 
     def loss(windows: Tokens) -> float:
-        ids = torch.from_numpy(windows).to(teacher.device)
-        with torch.inference_mode():
-            return float(teacher(input_ids=ids, labels=ids, use_cache=False).loss)
+        losses = []
+        for ids in torch.from_numpy(windows).to(teacher.device).split(1):  # the logits of one window at a time
+            with torch.inference_mode():
+                losses.append(float(teacher(input_ids=ids, labels=ids, use_cache=False).loss))
+        return sum(losses) / len(losses)
 
     theirs = loss(what.text.windows[:SAMPLED])
     calibration_loss = loss(load_tokens(what.run, what.run.calibration)[:SAMPLED])

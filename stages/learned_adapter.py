@@ -52,10 +52,11 @@ def learn_adapter(run: Run, notes: Notes, data: str | None, options: AdapterLear
     inputs = {**checkpoint, "windows": sha256_of(text.windows), "held out": sha256_of(text.held_out)}
     key = Key(inputs, options, AdapterFacts(data=text.name))
     if not ADAPTER.is_current(run, key):
-        check_memory(source, "an adapter", BYTES_A_WEIGHT)
+        what = Learning(run, source, text, options, "an adapter")
+        check_memory(what, BYTES_A_WEIGHT)
         with ADAPTER.writing(run, key, notes) as log, ADAPTER.working(run, key, notes) as folder:
             remove(run.adapter)
-            learning, log.outputs = _learn(Learning(run, source, text, options, "an adapter"), folder, notes)
+            learning, log.outputs = _learn(what, folder, notes)
             write_document(run.adapter_learning, learning)
             log.outputs.append(run.adapter_learning)
             notes.note(f"distill: {learning.conclusion}")

@@ -1,11 +1,11 @@
 """Train the FP8 model toward its float original, by transformers' Trainer.
 
 The loss is the forward KL divergence from the float model's distribution at temperature 1, in nats a token, over all
-positions (Hinton et al., 2015, arXiv 1503.02531; ModelOpt's quantization-aware distillation has the same loss). Steps
-are Adam's (`steps`), or those of the `Schedule`'s own optimizer; their size rises first and then follows a cosine to
-zero. The held-out windows are scored as often as `EVALUATIONS` says, and the weights of the best of these moments win,
-if they are better than those at the beginning. Where one is much worse, steps are too large for this model, and the
-training begins anew with smaller ones.
+positions (`divergence`; ModelOpt's quantization-aware distillation has the same loss). Steps are Adam's (`steps`), or
+those of the `Schedule`'s own optimizer; their size rises first and then follows a cosine to zero. The held-out windows
+are scored as often as `EVALUATIONS` says, and the weights of the best of these moments win, if they are better than
+those at the beginning. Where one is much worse, steps are too large for this model, and the training begins anew with
+smaller ones.
 
 Several ranks train together by torch's DistributedDataParallel: each takes its share of the windows of a step, and
 gradients are averaged, so that the result is that of one process but for the order of sums. The optimizer has the
@@ -30,11 +30,11 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ...calibrate.measure.scoring import divergences, log_softmax
 from ...calibrate.model.gemms import routers
 from ...calibrate.ranks.world import World
 from ...core.memory import release_memory
 from ...options import LearningGradients
+from .divergence import forward_kl
 from .document import Moment
 from .linear import ATTEMPTS, SMALLER, WARM_UP, learned_layers, round_gradients, weight_steps
 from .progress import (
@@ -112,11 +112,6 @@ class LossIsNotFiniteError(Exception):
     """Ends a training whose loss is NaN or infinite. `moments`: the held-out divergences until then."""
 
     moments: list[Moment]
-
-
-def forward_kl(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
-    """KL(teacher || student) of logits [..., vocabulary], in nats, the mean over positions."""
-    return divergences(log_softmax(teacher), log_softmax(student)).mean()
 
 
 class DistillationTrainer(Trainer):

@@ -18,10 +18,10 @@ from fp8q.core.errors import InputError
 from fp8q.core.run import Run
 from fp8q.options import DistillOptions
 from fp8q.quantize.learning.blocks import BlockLearning, LearnedBlocks
+from fp8q.quantize.learning.divergence import forward_kl
 from fp8q.quantize.learning.document import Distillation
 from fp8q.quantize.learning.linear import LearnedLinear, student_of
 from fp8q.quantize.learning.progress import Progress
-from fp8q.quantize.learning.training import forward_kl
 from fp8q.quantize.reference.fp8_model import open_codes
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import distill as stage
@@ -240,8 +240,35 @@ def test_a_model_too_large_for_memory_is_told_to_stream(
     with pytest.raises(InputError) as refused:
         api.distill(run.root)
     assert str(refused.value).endswith(
-        "checkpoint: learning its weights takes 0.0904 GB, and 80% of the memory available is 0.001 GB; --stream "
+        "checkpoint: learning its weights takes 0.103 GB, and 80% of the memory available is 0.001 GB; --stream "
         "learns weights layer by layer, and --shard shares them between the ranks of torchrun"
     )
     with pytest.raises(InputError, match=r"is 0.001 GB; leave --end-to-end out$"):
         api.distill(run.root, options=WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("free", "message"),
+    [
+        (-1, r" GB, too much; --stream learns weights"),
+        (0, r" GB, 0\.0\d+ GB of it for the logits of a step, too much; --batch-size 1 takes fewer windows a step$"),
+    ],
+)
+def test_a_step_whose_logits_are_too_large_is_told_to_take_fewer_windows(
+    copied: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch, free: int, message: str
+) -> None:
+    run, options = copied("logits"), DistillOptions(batch_size=4)
+    sizes = list[int]()
+
+    def any_is_too_much(size: int, ranks: int) -> str:
+        sizes.append(size)
+        return "too much"
+
+    monkeypatch.setattr(stage, "beyond", any_is_too_much)
+    with pytest.raises(InputError):
+        api.distill(run.root, options=options)
+    of_four, of_one = sizes
+    assert of_four > of_one
+    monkeypatch.setattr(stage, "beyond", lambda size, ranks: "too much" if size > of_one + free else "")
+    with pytest.raises(InputError, match=message):
+        api.distill(run.root, options=options)

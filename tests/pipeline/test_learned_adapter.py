@@ -20,8 +20,8 @@ from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import DistillOptions
+from fp8q.quantize.learning.divergence import forward_kl
 from fp8q.quantize.learning.document import AdapterLearning, load_adapter_learning
-from fp8q.quantize.learning.training import forward_kl
 from fp8q.stages.distill import learning_text
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared.sources import source_of

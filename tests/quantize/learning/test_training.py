@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, TrainerState
 
 from fp8q.calibrate.model.gemms import observed_gemms
+from fp8q.quantize.learning.divergence import forward_kl
 from fp8q.quantize.learning.document import Moment
 from fp8q.quantize.learning.linear import LearnedLinear, weight_steps
 from fp8q.quantize.learning.progress import StepPace, moments_of
@@ -21,7 +22,6 @@ from fp8q.quantize.learning.training import (
     LossIsNotFiniteError,
     Schedule,
     begin_again,
-    forward_kl,
     last_checkpoint,
     learn,
 )
@@ -79,12 +79,6 @@ def loss(models: tuple[PreTrainedModel, PreTrainedModel]) -> float:
     ids = torch.from_numpy(TEXT[1])
     with torch.no_grad():
         return float(forward_kl(models[0](ids).logits, models[1](ids).logits))
-
-
-def test_the_divergence_is_that_of_two_coins() -> None:
-    p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
-    expected = 0.5 * np.log(0.5 / 0.25) + 0.5 * np.log(0.5 / 0.75)
-    assert float(forward_kl(p.log()[None], q.log()[None])) == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_weights_of_the_best_moment_stay(models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path) -> None:
