@@ -16,6 +16,7 @@ In the order of work:
     gradients        the weight of windows' first tokens in GPTQ's second moments, for `--weigh-first-token`, and the
                      gradients at outputs by which its codes are revised, for `--weigh-outputs`
     quantize         scales from statistics, and the checkpoint they make
+    choice_notes     what a run says of its choices, where a user would not expect them
     forms            the cheapest form that meets the limit, where `fp8q run` was asked for none
     export           both ONNX graphs of the checkpoint, linted; the same model in BF16 or INT8, to compare with
     build_engine     engines of all graphs, and the proof of their FP8 GEMMs

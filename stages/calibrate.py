@@ -26,7 +26,7 @@ from . import preflight
 from .corpus import Collected, collect, write_corpus
 from .costliest import choose_costliest
 from .export import export_or_note
-from .gradients import check_outputs, idle_note, run_gradients
+from .gradients import check_outputs, idle_notes, run_gradients
 from .image_inputs import with_image_rows
 from .measure import (
     check_batches,
@@ -288,8 +288,9 @@ def _checked(run: Run, what: Calibration, notes: Notes, world: World) -> tuple[S
     check_batches(options, len(collected.windows), world)
     check_sequential_ranks(gemms, options, world)
     check_outputs(options, len(collected.windows))
-    if (remark := idle_note(options)) and not (later and what.options.finds_form):  # which may choose GPTQ yet
-        notes.note(remark)
+    if not (later and what.options.finds_form):  # which may choose GPTQ yet
+        for line in idle_notes(options):
+            notes.note(line)
     if remark := few_tokens_note(gemms, options, *collected.windows.shape):
         notes.note(remark)
     if later:
@@ -309,7 +310,7 @@ def scales(run: Run, notes: Notes, options: RescaleOptions) -> Run:
     gemms = sources.gemms_of(source, chosen)
     measured = load_record(run).corpus
     check_outputs(chosen, measured.windows)
-    for remark in (few_tokens_note(gemms, chosen, measured.windows, measured.seq_len), idle_note(chosen)):
+    for remark in (few_tokens_note(gemms, chosen, measured.windows, measured.seq_len), *idle_notes(chosen)):
         if remark:
             notes.note(remark)
     _prepare_scales(run, source, gemms, chosen, notes)

@@ -205,14 +205,16 @@ def check_outputs(options: ScaleOptions, windows: int) -> None:
     )
 
 
-def idle_note(options: ScaleOptions) -> str | None:
-    """Say why `--weigh-outputs` changes nothing; None where it does, or was not asked for."""
-    if not options.weigh_outputs or options.weighs_outputs:
-        return None
-    reason = f"revises codes of --weight-rounding gptq, and weights are rounded by {options.weight_rounding}"
-    if options.needs_moments:
-        reason = "GPTQ rounds weights in blocks without it"
-    return f"--weigh-outputs {options.weigh_outputs:,}: {reason}; it is left out"
+def idle_notes(options: ScaleOptions) -> list[str]:
+    """Say why `--weigh-first-token` and `--weigh-outputs` change nothing, where they were asked for and do not."""
+    rounded = f"of --weight-rounding gptq, and weights are rounded by {options.weight_rounding}"
+    notes = []
+    if options.weigh_first_token and not options.weighs_first_token:
+        notes.append(f"--weigh-first-token: is {rounded}; it is left out")
+    if options.weigh_outputs and not options.weighs_outputs:
+        reason = "GPTQ rounds weights in blocks without it" if options.needs_moments else f"revises codes {rounded}"
+        notes.append(f"--weigh-outputs {options.weigh_outputs:,}: {reason}; it is left out")
+    return notes
 
 
 def left_out(modules: Sequence[str]) -> str:
@@ -221,6 +223,11 @@ def left_out(modules: Sequence[str]) -> str:
         ", which have no finite gradient for each token of a window, as those of experts, or moments that memory does "
         "not hold"
     )
+
+
+def beyond_memory_note(modules: Sequence[str]) -> str:
+    """Note the GEMMs for whose revision memory did not suffice, which are rounded by GPTQ alone."""
+    return _without_outputs(modules, "GEMM") + ", whose revision memory does not hold"
 
 
 def in_blocks_note(modules: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,19 +22,16 @@ from ..core.files import disk_errors, replacing, write_document
 from ..core.output_folder import WorkFolder, key_text
 from ..core.reporter import SILENT
 from ..core.run import Run
-from ..options import BF16, BLOCK, RescaleOptions, ScaleOptions, WeightRounding
+from ..options import BF16, BLOCK, RescaleOptions, ScaleOptions
 from ..quantize.checkpoint.hf_layout import hf_layout_of
 from ..quantize.checkpoint.rounding_ranks import RoundingTask, round_group, round_in_ranks, round_share
 from ..quantize.checkpoint.writer import quantize_checkpoint
-from ..quantize.codes.blocks import SIDE
 from ..quantize.reading.codecs import CODECS
 from ..quantize.reading.inherited_scales import (
     inherited_codes,
-    inherited_remarks,
     inherited_scales,
     source_blocks,
 )
-from ..quantize.scales import expert_scales
 from ..quantize.scales.activation_scales import group_of
 from ..quantize.scales.cache_scales import query_scales
 from ..quantize.scales.choose_scales import choose_scales
@@ -45,13 +42,8 @@ from ..quantize.scales.expert_scales import starved
 from ..quantize.scales.policy import (
     ModelGemms,
     check_measured,
-    mixed_experts_warning,
-    mixed_group_warning,
-    shared_input_notes,
-    vision_tail_note,
 )
 from ..quantize.weights.channels import (
-    LEAST_HELD_OUT,
     WeightMethod,
     WeightScaling,
     joined_families,
@@ -62,8 +54,9 @@ from ..quantize.weights.gptq import Compensations, MeasuredWindows
 from ..quantize.weights.rounding_progress import CachedCodes, CodesOfAnyInput, Rounded
 from ..quantize.weights.sequential import SequentialRounding
 from ..quantize.weights.sequential_ranks import SentScaling, SequentialTask
+from .choice_notes import choice_notes
 from .corpus import in_batches, load_tokens
-from .gradients import in_blocks_note, load_first_tokens, output_folder
+from .gradients import beyond_memory_note, load_first_tokens, output_folder
 from .measure import measure_queries
 from .pipeline.stage import Key, Notes, arithmetic, device
 from .pipeline.stages import DISTILL, MEASURE, QUANTIZE, QuantizeFacts
@@ -163,13 +156,21 @@ def quantize(
                 carry_graphs(run, partial)
         scales = scales.with_weights(weights)
         write_document(run.scales, scales)
-        _note_choices(source, statistics, scales, options, notes)
+        for line in (*choice_notes(source, statistics, scales, options), *_memory_notes(rounding)):
+            notes.note(line)
         log.outputs += [
             run.scales,
             *sorted(
                 path for path in run.model.rglob("*") if path.is_file() and path.suffix != ".onnx" and path != run.card
             ),
         ]
+
+
+def _memory_notes(rounding: Rounding) -> Iterator[str]:
+    """Yield a line where memory did not suffice to revise codes."""
+    for source in rounding.sources:
+        if isinstance(source, GptqCodes) and source.beyond_memory:
+            yield beyond_memory_note(source.beyond_memory)
 
 
 def _key(
@@ -239,90 +240,6 @@ def learned_codes(run: Run, key: Key[ScaleOptions, QuantizeFacts], notes: Notes)
         return {}
     run.require(run.distilled, DISTILL.name)
     return {name: recorded.outputs[name]}
-
-
-def _note_choices(source: Source, statistics: Statistics, scales: Scales, options: ScaleOptions, notes: Notes) -> None:
-    """Note choices that a user would not expect.
-
-    These are modules left in BF16, two terms because of a related module, experts with too few tokens, and modules in
-    another precision than those that servers fuse them with.
-    """
-    for module, decision in scales.skipped.items():
-        if decision.samples is not None:
-            notes.note(f"{module}: stays in BF16: {decision.reason}")
-    for line in shared_input_notes(options, scales.of_text.forms):
-        notes.note(line)
-    groups = statistics.record.groups
-    least = options.min_expert_tokens
-    compensated = options.weight_rounding != "nearest"
-    if not options.inherit:
-        few = expert_scales.starved(statistics, least)
-        for line in expert_scales.starved_remarks(statistics, few, least, compensated):
-            notes.note(line)
-    if ragged := ragged_note(statistics, scales):
-        notes.note(ragged)
-    if options.weighs_outputs and (in_blocks := scales.in_form(BLOCK)):
-        notes.note(in_blocks_note([*in_blocks]))
-    layers = statistics.record.experts or {}
-    if options.weight_scale == "tensor" and layers:
-        notes.note(
-            "--weight-scale tensor: experts keep a scale for each channel, since servers have no form of experts with "
-            "one a tensor that computes what was validated"
-        )
-    if compensated and (remark := judged_experts_note(scales, layers, options.weight_rounding)):
-        notes.note(remark)
-    split = mixed_group_warning(groups.values(), scales, layers), mixed_experts_warning(layers, scales)
-    for remark in (*split, vision_tail_note(options, scales), *inherited_remarks(source, groups, scales, options)):
-        if remark:
-            notes.note(remark)
-
-
-def judged_experts_note(scales: Scales, layers: Collection[str], rounding: WeightRounding) -> str | None:
-    """Count the weights of experts that `rounding` rounded, and those that were rounded to nearest beside them; None
-    without experts that it could round.
-
-    `layers`: the names of the modules that hold the experts of a layer.
-    """
-    inside = tuple(f"{layer}." for layer in layers)
-    experts = {name: weight for name, weight in scales.weights.items() if name.startswith(inside)}
-    compensated = [name for name, weight in experts.items() if weight.rounding == rounding]
-    nearest = {name: weight.held_out for name, weight in experts.items() if weight.rounding == "nearest"}
-    few = [name for name, error in nearest.items() if error is None or error.tokens < LEAST_HELD_OUT]
-    larger = [name for name in nearest if name not in set(few)]
-    if not compensated and not nearest:
-        return None
-    reasons = [
-        f"{len(names):,} ({names[0]}{' …' if len(names) > 1 else ''}) {'is' if len(names) == 1 else 'are'} rounded to "
-        f"nearest, {reason}"
-        for names, reason in (
-            (larger, "where its error on held-out tokens is no smaller"),
-            (few, "with too few tokens of their own to fit or to judge"),
-        )
-        if names
-    ]
-    return "; ".join(
-        [
-            f"--weight-rounding {rounding}: kept for {len(compensated):,} of {len(experts):,} weights of experts",
-            *reasons,
-        ]
-    )
-
-
-def ragged_note(statistics: Statistics, scales: Scales) -> str | None:
-    """Name the modules in block form whose input is no multiple of 128 values; None where there are none."""
-    first = group_of(statistics.record.groups)
-    widths = {
-        module: len(statistics.tensors[f"{first.get(module, module)}.input"].amax_channels)
-        for module in scales.in_form(BLOCK)
-    }
-    ragged = [module for module, width in widths.items() if width % SIDE]
-    if not ragged:
-        return None
-    return (
-        f"--form block: {ragged[0]}{f' and {len(ragged) - 1} more' if len(ragged) > 1 else ''} read "
-        f"{widths[ragged[0]]} values, no multiple of {SIDE}: the reference has a smaller group at the end, and servers "
-        "refuse one; --form 'PATTERN=dynamic' gives such modules a scale for each token"
-    )
 
 
 def _inputs(run: Run, options: ScaleOptions) -> dict[str, str]:

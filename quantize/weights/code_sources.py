@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import torch
 from safetensors import safe_open
 
+from ...core.errors import is_want_of_memory
 from ...core.files import reading
 from ...options import WeightRounding
 from ..codes.formats import E4M3, Grid
@@ -75,7 +76,8 @@ class RoundedCodes:
 class GptqCodes:
     """Codes by GPTQ, under scales by `scaling` and from the second moments of `compensations`; `stored`: a folder of
     those of calls before, to which new ones are added. `outputs`: a folder of what is known of the outputs of GEMMs, by
-    which their codes are revised.
+    which their codes are revised; `beyond_memory` gets the modules for which memory did not suffice for that, whose
+    codes stay as they were.
 
     An expert's are kept where their error on held-out tokens is below that of the nearest codes.
     """
@@ -84,6 +86,7 @@ class GptqCodes:
     compensations: Compensations
     stored: CachedCodes | None = None
     outputs: Path | None = None
+    beyond_memory: list[str] = field(default_factory=list)
 
     def quantized(self, weight: FloatWeight) -> QuantizedWeight | Skipped | None:
         """The codes of `weight`; None where its input saw too few tokens."""
@@ -91,6 +94,7 @@ class GptqCodes:
         method = self.scaling.method
         lost = self.compensations.lost[module]
         if self.stored and (stored := self.stored.of_input(module, lost)):
+            self._remember(module, self.stored.is_unrevised(module, lost))
             return of_stored(weight.rows(), stored, method, "gptq")
         compensation = self.compensations.get(module, weight.device)
         if compensation is None:
@@ -102,10 +106,21 @@ class GptqCodes:
             shrunk = self.compensations.shrunk(module, weight.device)
             quantized = judged(rows, quantized, method, tokens, shrunk, lost)
         if isinstance(quantized, QuantizedWeight):
-            quantized = self._revised(module, rows, quantized, compensation)
+            unrevised = False
+            try:
+                quantized = self._revised(module, rows, quantized, compensation)
+            except (MemoryError, RuntimeError) as error:  # torch's of a GPU is a RuntimeError
+                if not is_want_of_memory(error):
+                    raise
+                unrevised = True
+            self._remember(module, unrevised)
             if self.stored:
-                self.stored.keep(module, lost, quantized)
+                self.stored.keep(module, lost, quantized, unrevised)
         return quantized
+
+    def _remember(self, module: str, unrevised: bool) -> None:
+        if unrevised and module not in self.beyond_memory:
+            self.beyond_memory.append(module)
 
     def _revised(
         self, module: str, rows: torch.Tensor, made: QuantizedWeight, compensation: Compensation

@@ -16,8 +16,9 @@ from ...core.files import replacing
 from ..scales.decisions import HeldOutError
 from .channels import JudgedCodes, QuantizedWeight
 
-#: The metadata of a file with an expert's codes: how they were judged, as JSON.
-HELD_OUT = "held_out"
+#: The metadata of a file with an expert's codes: how they were judged, as JSON; and of one whose codes were to be
+#: revised, and were not.
+HELD_OUT, UNREVISED = "held_out", "unrevised"
 #: A share as Python writes it.
 SHARE = re.compile(r"\d\.?\d*(e-\d+)?")
 
@@ -29,12 +30,13 @@ class Rounded:
         """Use `folder`, which exists."""
         self.folder = folder
 
-    def add(self, module: str, weight: QuantizedWeight) -> None:
-        """Store the codes and scales of the weight of `module`, and how they were judged."""
+    def add(self, module: str, weight: QuantizedWeight, **metadata: str) -> None:
+        """Store the codes and scales of the weight of `module`, how they were judged, and `metadata`."""
         error = weight.summary.held_out
-        metadata = None if error is None else {HELD_OUT: error.model_dump_json()}
+        if error is not None:
+            metadata[HELD_OUT] = error.model_dump_json()
         with replacing(self._file(module)) as partial:
-            save_file({"codes": weight.codes.cpu(), "scale": weight.scale.cpu()}, partial, metadata)
+            save_file({"codes": weight.codes.cpu(), "scale": weight.scale.cpu()}, partial, metadata or None)
 
     def get(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Codes float8_e4m3fn [out, in] and scale float32 [out] of `module`; None where it was not rounded."""
@@ -81,9 +83,18 @@ class CachedCodes(Rounded):
         """The codes of `module` for an input that loses the share `lost`; None where there are none."""
         return self.judged(f"{module}-{lost!r}")
 
-    def keep(self, module: str, lost: float, weight: QuantizedWeight) -> None:
-        """Store the codes and scale of `module` for an input that loses the share `lost`."""
-        self.add(f"{module}-{lost!r}", weight)
+    def keep(self, module: str, lost: float, weight: QuantizedWeight, unrevised: bool = False) -> None:
+        """Store the codes and scale of `module` for an input that loses the share `lost`; `unrevised`: they were to be
+        revised, and were not.
+        """
+        self.add(f"{module}-{lost!r}", weight, **({UNREVISED: "true"} if unrevised else {}))
+
+    def is_unrevised(self, module: str, lost: float) -> bool:
+        """Tell whether there are codes of `module` that were to be revised, and were not."""
+        if not self.has(module, lost):
+            return False
+        with safe_open(self._file(f"{module}-{lost!r}"), "pt") as held:
+            return UNREVISED in (held.metadata() or {})
 
 
 class CodesOfAnyInput(CachedCodes):

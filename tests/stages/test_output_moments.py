@@ -15,6 +15,7 @@ from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, RescaleOptions
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.sensitivity.output_gradients import LayerGradients, OutputMoments, output_gradients
+from fp8q.quantize.weights.output_side import OutputSide, load_output_side
 from fp8q.stages import gradients as stage
 
 from ..mixtures import random_mixture
@@ -53,6 +54,15 @@ def codes(run: Run) -> dict[str, torch.Tensor]:
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> set[str]:
     return {module for module, tensor in one.items() if not torch.equal(tensor, other[module])}
+
+
+def check_revised_but(run: Run, module: str, **options: Any) -> None:
+    """Revise the codes of the run by outputs, with `options`: those of `module` stay."""
+    before = codes(run)
+    api.scales(run.root, RescaleOptions(weigh_outputs=6, **options))
+    revised = differing(before, codes(run))
+    assert module not in revised
+    assert len(revised) > 10
 
 
 def checkpoint_digests(run: Run) -> dict[str, str]:
@@ -120,18 +130,34 @@ def test_a_gemm_without_finite_gradients_has_the_codes_of_gptq_and_is_named(
         return {name: gradient * (torch.nan if name == module else 1) for name, gradient in of_names.items()}, back
 
     run = calibrated()
-    before = codes(run)
     monkeypatch.setattr("fp8q.quantize.sensitivity.output_gradients.output_gradients", broken)
-    api.scales(run.root, RescaleOptions(weigh_outputs=6))
-    revised = differing(before, codes(run))
-    assert module not in revised
-    assert len(revised) > 10
+    check_revised_but(run, module)
     recorded = run.record().stages["outputs"]
     assert recorded.notes[-1] == (
         f"--weigh-outputs: GPTQ rounds 1 GEMM ({module}) without its outputs, which have no finite gradient for "
         "each token of a window, as those of experts, or moments that memory does not hold"
     )
-    assert len(recorded.outputs) == 3 * (len(before) - 1)
+    assert len(recorded.outputs) == 3 * (len(codes(run)) - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", ["0", "0.001%"])
+def test_a_gemm_whose_revision_memory_does_not_hold_has_the_codes_of_gptq_and_is_named(
+    calibrated: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, share: str
+) -> None:
+    """Where weights are to stay in BF16 the codes come from a folder, by which it is named."""
+    module = "model.layers.1.self_attn.k_proj"
+
+    def loaded(folder: Path, name: str) -> OutputSide | None:
+        if name == module:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+        return load_output_side(folder, name)
+
+    run = calibrated()
+    monkeypatch.setattr("fp8q.quantize.weights.code_sources.load_output_side", loaded)
+    check_revised_but(run, module, bf16_weights=share)
+    said = f"--weigh-outputs: GPTQ rounds 1 GEMM ({module}) without its outputs, whose revision memory does not hold"
+    assert said in run.record().stages["quantize"].notes
 
 
 @pytest.mark.slow
@@ -196,8 +222,16 @@ def test_where_nothing_can_be_revised_no_gradients_are_gathered_and_a_line_says_
             f"--weigh-outputs 6: {reason}; it is left out"
         ]
         assert "outputs" not in run.record().stages
-    assert stage.idle_note(CalibrateOptions()) is None
-    assert stage.idle_note(CalibrateOptions(weight_rounding="gptq", weigh_outputs=6)) is None
+
+
+def test_first_tokens_that_nothing_weighs_are_told_once() -> None:
+    weighed = CalibrateOptions(weight_rounding="gptq", weigh_outputs=6, weigh_first_token=True)
+    assert stage.idle_notes(CalibrateOptions()) == stage.idle_notes(weighed) == []
+    rounded = "of --weight-rounding gptq, and weights are rounded by nearest; it is left out"
+    assert stage.idle_notes(CalibrateOptions(weigh_first_token=True, weigh_outputs=6)) == [
+        f"--weigh-first-token: is {rounded}",
+        f"--weigh-outputs 6: revises codes {rounded}",
+    ]
 
 
 def test_one_window_is_refused_since_none_is_left_to_judge() -> None:

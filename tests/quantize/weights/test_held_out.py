@@ -28,8 +28,8 @@ from fp8q.quantize.weights.code_sources import FloatWeight, GptqCodes, Rounding
 from fp8q.quantize.weights.gptq import Compensations
 from fp8q.quantize.weights.rounding_progress import CachedCodes
 from fp8q.stages import quantize as quantize_stage
+from fp8q.stages.choice_notes import judged_experts_note
 from fp8q.stages.pipeline.stage import Notes
-from fp8q.stages.quantize import judged_experts_note
 from fp8q.stages.shared import sources
 
 from ...mixtures import random_mixture
