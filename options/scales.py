@@ -406,7 +406,8 @@ class ScaleOptions(Options):
     def in_one_form(self, form: Form) -> Self:
         """Give every module's input `form`, in the place of all that these options choose."""
         older: dict[str, Any] = {name: getattr(ScaleOptions, name) for name in OLDER_SPELLINGS}
-        return replace(self, **(older | {"form": () if form == ONE else (str(form),)}))
+        grid = self.block_scale_grid if form == BLOCK else ScaleOptions.block_scale_grid
+        return replace(self, **(older | {"form": () if form == ONE else (str(form),), "block_scale_grid": grid}))
 
 
 @Parameter(name="*", show_default=AS_THE_RUN_HAS_IT)

@@ -24,7 +24,7 @@ from ..quantize.scales.policy import ModelGemms, check_patterns, few_tokens_note
 from ..quantize.scales.servers import ONE_CODE_IN_EXPERTS
 from . import preflight
 from .corpus import Collected, collect, write_corpus
-from .costliest import choose_costliest
+from .costliest import choose_and_quantize, is_chosen
 from .export import export_or_note
 from .gradients import check_outputs, idle_notes, run_gradients
 from .image_inputs import with_image_rows
@@ -46,7 +46,6 @@ from .quantize import (
     LayerRounding,
     codes_key,
     is_quantized,
-    quantize,
     rescaled,
     rounded_without_moments,
     take_part_in_rounding,
@@ -130,11 +129,7 @@ def _chosen_and_quantized(
     chosen = experts_as_served(chosen, options.server, experts, notes)
     if chosen != options:
         gemms = sources.gemms_of(source, chosen)
-    _prepare_scales(run, source, gemms, chosen, notes, options.stream)
-    work = _codes_folder(run)
-    codes = work.left(codes_key(run, source, chosen)) if chosen.needs_moments else None
-    quantize(run, source, gemms, chosen, notes, KnownCodes(world=world, rounded=codes))
-    work.remove()
+    _rounded(run, (source, gemms), chosen, notes, options.stream, world)
 
 
 def _codes_folder(run: Run) -> WorkFolder:
@@ -239,7 +234,8 @@ def _measure_and_round(run: Run, source: Source, gemms: ModelGemms, what: Calibr
     work = _codes_folder(run)
     key = codes_key(run, source, options)
     measured = MEASURE.is_current(run, measure_key(run, source, options))
-    if measured and (work.left(key) or is_quantized(run, source, options, notes)):
+    done = measured and is_chosen(run, source, options) and is_quantized(run, source, options, notes)
+    if done or (measured and work.left(key)):
         return
     RunWriter(run).forget(MEASURE.name)  # codes that a killed call left are not taken for those of all layers
     with work.blamed(), work.opened(key, notes.note) as folder:
@@ -313,16 +309,22 @@ def scales(run: Run, notes: Notes, options: RescaleOptions) -> Run:
     for remark in (few_tokens_note(gemms, chosen, measured.windows, measured.seq_len), *idle_notes(chosen)):
         if remark:
             notes.note(remark)
-    _prepare_scales(run, source, gemms, chosen, notes)
-    quantize(run, source, gemms, chosen, notes)
+    _rounded(run, (source, gemms), chosen, notes)
     export_or_note(run, graph, notes)
     return run
 
 
-def _prepare_scales(
-    run: Run, source: Source, gemms: ModelGemms, options: ScaleOptions, notes: Notes, stream: bool | None = None
-) -> None:
-    """Measure all that these options need to be known before scales are chosen."""
-    choose_costliest(run, source, gemms, options, notes)
+def _rounded(
+    run: Run, model: tuple[Source, ModelGemms], options: ScaleOptions, notes: Notes, stream: bool | None = None,
+    world: World | None = None,
+) -> None:  # fmt: skip
+    """Measure all that `options` need to be known before scales are chosen, and write the checkpoint.
+
+    Codes that were rounded while `run` was measured are taken.
+    """
+    source, gemms = model
     if options.needs_moments:
         run_gradients(run, source, options, notes, stream)
+    left = _codes_folder(run).left(codes_key(run, source, options)) if options.needs_moments else None
+    choose_and_quantize(run, source, gemms, options, notes, KnownCodes(world=world, rounded=left))
+    _codes_folder(run).remove()

@@ -75,6 +75,7 @@ from ..validate.tuning.joint import measure_mix, reference_runner
 from ..validate.tuning.search import Search
 from ..validate.tuning.solve import EXACT, Problem, same
 from .build_engine import build_engine
+from .costliest import choose_costliest
 from .export import export_or_note
 from .gradients import run_gradients
 from .measure import measure
@@ -159,7 +160,10 @@ class FormCandidates:
         codes = task.folder / "codes"
         codes.mkdir(exist_ok=True)
         known = KnownCodes(rounded=codes, of_any_input=of_any_input)
-        quantize(task.run, self.source, gemms_of(self.source, options), options, task.notes, known)
+        gemms = gemms_of(self.source, options)
+        if not of_any_input:  # a candidate keeps the weights in BF16 that the run has
+            choose_costliest(task.run, self.source, gemms, options, task.notes, known)
+        quantize(task.run, self.source, gemms, options, task.notes, known)
         return options
 
 

@@ -26,6 +26,7 @@ from ..validate.accuracy.continuations import PROMPT_TOKENS, TOKENS
 from ..validate.accuracy.runtimes import held_type
 from .corpus import Collected
 from .costliest import WINDOWS as COSTLIEST_WINDOWS
+from .costliest import chosen_by_gptq
 from .cpu_time import STEP_TOKENS
 from .forms import FEW_CONTEXT, FEW_WINDOWS, PREDICTED_WINDOWS
 from .gradients import FIRST_TOKENS_PASS, LOSSES_PASS, WholePass
@@ -159,16 +160,6 @@ def stages_of(plan: Planned) -> Iterator[PlannedStage]:
     rates = plan.rates
     scales = plan.scales
     yield _calibration(plan)
-    if scales.bf16_weights:
-        backward = rates.backward_bytes(COSTLIEST_WINDOWS * plan.window, plan.losses_by_layer)
-        yield PlannedStage(
-            "costliest weights",
-            2 * plan.begin + rates.scaling * rates.numbers + plan.gradients(GRADIENT_PASSES * COSTLIEST_WINDOWS),
-            plan.gradient_bytes(LOSSES_PASS, plan.losses_by_layer),
-            rates.checkpoint_bytes + backward,
-            "--bf16-weights 0",
-            freed=rates.checkpoint_bytes + backward,
-        )
     if scales.weigh_first_token and plan.outlook.moments:
         backward = rates.backward_bytes(FIRST_TOKEN_WINDOWS * plan.window, plan.first_tokens_by_layer)
         yield PlannedStage(
@@ -194,6 +185,8 @@ def stages_of(plan: Planned) -> Iterator[PlannedStage]:
             "--weigh-outputs 0",
             freed=gradients,
         )
+    if scales.bf16_weights:
+        yield _costliest(plan)
     yield _checkpoint(plan)
     if plan.outlook.graph:
         yield from _engines(plan)
@@ -204,17 +197,41 @@ def stages_of(plan: Planned) -> Iterator[PlannedStage]:
     yield _report(plan)
 
 
+def _costliest(plan: Planned) -> PlannedStage:
+    """Plan the choice of weights that stay in BF16; where the codes of GPTQ decide, they are rounded for it."""
+    rates = plan.rates
+    backward = rates.backward_bytes(COSTLIEST_WINDOWS * plan.window, plan.losses_by_layer)
+    by_gptq = chosen_by_gptq(plan.scales)
+    predicted = plan.gradients(GRADIENT_PASSES * COSTLIEST_WINDOWS)
+    codes = _stored_codes(plan) - _spent_codes(plan)
+    return PlannedStage(
+        "costliest weights",
+        2 * plan.begin + rates.scaling * rates.numbers + predicted + (_rounding_seconds(plan) if by_gptq else 0.0),
+        plan.gradient_bytes(LOSSES_PASS, plan.losses_by_layer),
+        rates.checkpoint_bytes + backward + codes,
+        "--bf16-weights 0",
+        freed=rates.checkpoint_bytes + backward,
+    )
+
+
+def _rounding_seconds(plan: Planned) -> float:
+    """The seconds of GPTQ, and of what revises its codes."""
+    rates = plan.rates
+    rounding = rates.compensated if plan.scales.needs_moments else 0.0
+    if plan.scales.weighs_outputs:
+        rounding += rates.pace * REVISION_SECONDS * rates.numbers
+    return rounding
+
+
 def _checkpoint(plan: Planned) -> PlannedStage:
     """Plan scales and rounding; codes that were rounded before lie there until it ends."""
     rates = plan.rates
     scales = plan.scales
-    rounding = rates.compensated if scales.needs_moments else 0.0
-    if scales.weighs_outputs:
-        rounding += rates.pace * REVISION_SECONDS * rates.numbers
+    rounding = 0.0 if chosen_by_gptq(scales) else _rounding_seconds(plan)
     work = 0.0
     if scales.weight_rounding == "sequential":
         work = FP32_BYTES * SEQUENTIAL_FILES * plan.tokens * rates.hidden + rates.numbers
-    before = _spent_codes(plan)
+    before = _stored_codes(plan)
     return PlannedStage(
         "scales and checkpoint",
         rates.pace * BEGIN_SECONDS + rates.scaling * rates.numbers + rounding,
@@ -241,6 +258,11 @@ def _calibration(plan: Planned) -> PlannedStage:
     memory += plan.options.calibrate.batch_size * rates.window_bytes
     seconds = plan.begin + plan.tokens * token + plan.calibration_rows * rates.seeing
     return PlannedStage("calibrate", seconds, memory, disk, "--samples, --seq-len", freed=work)
+
+
+def _stored_codes(plan: Planned) -> float:
+    """The bytes of codes that are rounded before the checkpoint is written."""
+    return plan.rates.numbers if plan.outlook.spent or chosen_by_gptq(plan.scales) else 0.0
 
 
 def _spent_codes(plan: Planned) -> float:

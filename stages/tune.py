@@ -72,13 +72,14 @@ from ..validate.tuning.joint import Measured, believed, measure_mix, ratio, refe
 from ..validate.tuning.search import Search
 from ..validate.tuning.solve import Losses, Problem
 from .corpus import load_tokens
+from .costliest import choose_and_quantize
 from .export import export_or_note
 from .gradients import run_gradients
 from .measure import measure
 from .other_text import evaluation
 from .pipeline.stage import NO_FACTS, Key, Notes, alone, arithmetic, device
 from .pipeline.stages import MEASURE, QUANTIZE, TUNE
-from .quantize import compensations_of, quantize
+from .quantize import compensations_of
 from .shared.adapters import note_base_alone
 from .shared.model_files import checked_model, export_options
 from .shared.sources import gemms_of, source_of
@@ -377,7 +378,7 @@ def apply_mix(run: Run, tuning: Tuning, notes: Notes) -> None:
         run_gradients(run, source, options, notes)
     if any(change.choice == "rescaled" for change in tuning.changes):
         run.scales.unlink(missing_ok=True)
-    quantize(run, source, gemms_of(source, options), options, notes)
+    choose_and_quantize(run, source, gemms_of(source, options), options, notes)
     export_or_note(run, graph, notes)
     notes.note(f"{run.root}: made anew by the mix for this budget; `fp8q validate {run.root}` measures its runtimes")
 

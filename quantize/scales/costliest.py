@@ -6,7 +6,8 @@ candidate: it reads them in one precision. Experts are no candidates: a server h
 one precision, and they are most of a model's bytes.
 
 On SmolLM2-135M 3 % more bytes leave nine tenths of what is left without them (`benchmarks/weight_levers.py`: `exact`
-over GPTQ with a weighed first token).
+over GPTQ with a weighed first token). Losses are those of the codes that the run's rounding gives
+(`docs/decisions/0081`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ class CostlyWeights(Strict):
     """Weights that a server joins, or one alone."""
 
     modules: list[str]
-    kl_nats: float = Field(description="predicted KL(float || with these weights in FP8) per token, rounded to nearest")
+    kl_nats: float = Field(description="predicted KL(float || with these weights in FP8) per token")
     bytes_share: float = Field(description="the bytes that BF16 adds to them, of those of all weights in FP8")
 
 

@@ -80,13 +80,14 @@ class MeasureFacts(Strict):
 
 class CostliestFacts(Strict):
     """Facts of the choice of weights that stay in BF16: the options that decide which are candidates, what each loses,
-    and how many stay.
+    and how many stay. `rounded`: what the codes by GPTQ depend on whose losses decide; None: nearest ones decide.
     """
 
     bf16_weights: float
     weight_method: WeightMethod = "mse"
     skip: list[str] = Field(default=[])
     only: list[str] = Field(default=[])
+    rounded: str | None = None
 
 
 class OutputFacts(Strict):

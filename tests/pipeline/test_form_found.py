@@ -12,12 +12,14 @@ from fp8q import api
 from fp8q.calibrate.model.source import Source
 from fp8q.core.errors import GateError
 from fp8q.core.run import Run
+from fp8q.quantize.scales.costliest import load_costliest
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.scales.scheme import in_two_codes, tails_of
 from fp8q.quantize.weights.channels import QuantizedWeight
 from fp8q.quantize.weights.rounding_progress import CachedCodes
 from fp8q.stages.forms import FormCandidates
 from fp8q.stages.pipeline.stage import Notes
+from fp8q.stages.pipeline.stages import COSTLIEST
 from fp8q.stages.validate import validate
 from fp8q.validate.accuracy import runtimes
 from fp8q.validate.accuracy.compare import Forward
@@ -65,9 +67,9 @@ def counted(demo_checkpoint: Path, demo_texts: Any, tmp_path_factory: pytest.Tem
         counts.loaded.append(str(dtype))
         return float_model(source, dtype, device)
 
-    def keeping(codes: CachedCodes, module: str, lost: float, weight: QuantizedWeight) -> None:
+    def keeping(codes: CachedCodes, module: str, lost: float, weight: QuantizedWeight, unrevised: bool = False) -> None:
         counts.rounded.append((module, lost))
-        keep(codes, module, lost, weight)
+        keep(codes, module, lost, weight, unrevised)
 
     def making(candidates: FormCandidates, mix: Mix, of_any_input: bool = False) -> api.ScaleOptions:
         counts.mixes.append(mix)
@@ -176,13 +178,30 @@ def test_what_is_chosen_has_codes_for_its_own_inputs(
         assert (alone.root / path.relative_to(made.root)).read_bytes() == path.read_bytes(), path.name
 
 
+def times_of_files(root: Path) -> dict[Path, int]:
+    """When each file of a run was written, but for those that every call writes."""
+    every_time = {".lock", "report.html", "report.ipynb", "run.json"}
+    return {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file() and path.name not in every_time}
+
+
 def test_another_call_does_nothing_again(made: Run, demo_checkpoint: Path, demo_texts: Any) -> None:
-    files = [path for path in made.root.rglob("*") if path.is_file() and path.name != ".lock"]
-    before = {
-        path: path.stat().st_mtime_ns for path in files if path.name not in {"report.html", "report.ipynb", "run.json"}
-    }
+    before = times_of_files(made.root)
     run(demo_checkpoint, demo_texts, made.root)
-    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert times_of_files(made.root) == before
+
+
+def test_a_form_that_was_found_has_weights_in_bf16_by_its_own_codes(
+    demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
+) -> None:
+    """So that the same command finds nothing to do."""
+    options = api.CalibrateOptions(samples=16, seq_len=256, bf16_weights=0.05)
+    out = run(demo_checkpoint, demo_texts, tmp_path / "run", calibrate=options)
+    assert load_form_choice(out).recipe.weight_rounding == "gptq"
+    assert out.facts(COSTLIEST).rounded is not None
+    assert not load_scales(out).weights.keys() & set(load_costliest(out).modules)
+    before = times_of_files(out.root)
+    run(demo_checkpoint, demo_texts, out.root, calibrate=options)
+    assert times_of_files(out.root) == before
 
 
 def test_a_search_that_was_killed_while_it_judged_its_choice_ends_as_another(

@@ -1,6 +1,7 @@
 """`--bf16-weights` through the stages: which weights stay in BF16, and what keeps or changes the choice."""
 
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import transformers
 
 from fp8q import api
+from fp8q.calibrate.checkpoint.weights import Weights
 from fp8q.calibrate.measure.moments import SecondMoments
 from fp8q.calibrate.model.source import open_source
 from fp8q.core.errors import InputError
@@ -20,6 +22,8 @@ from fp8q.options import CalibrateOptions
 from fp8q.quantize.scales.costliest import Costliest, load_costliest
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.sensitivity import backward
+from fp8q.quantize.weights import code_sources
+from fp8q.quantize.weights.channels import quantize_scaled
 from fp8q.stages import costliest as stage
 from fp8q.stages import measure, sensitivity
 from fp8q.stages.costliest import check_costliest
@@ -47,14 +51,17 @@ def run(made: Run, tmp_path: Path) -> Run:
     return Run(Path(shutil.copytree(made.root, tmp_path / "run")))
 
 
+def codes_of(run: Run) -> dict[str, torch.Tensor]:
+    stored = Weights(tuple(run.model.glob("*.safetensors")))
+    return {module: stored.tensor(f"{module}.weight").view(torch.uint8) for module in load_scales(run).weights}
+
+
 def in_bf16(run: Run) -> set[str]:
     return {module for module, decision in load_scales(run).skipped.items() if decision.reason == REASON}
 
 
-def test_the_weights_of_the_largest_predicted_loss_a_byte_stay_in_bf16(made: Run, tmp_path: Path) -> None:
-    """`fp8q sensitivity` of a run with all weights rounded to nearest predicts what each loses."""
-    every = Run(Path(shutil.copytree(made.root, tmp_path / "every")))
-    api.scales(every.root, bf16_weights=0, weight_rounding="nearest", form=("one",))
+def check_choice(made: Run, rounding: str, every: Run) -> None:
+    """`fp8q sensitivity` of a run with `every` weight rounded so predicts what each loses."""
     losses = {
         loss.module: loss.kl_nats
         for loss in api.sensitivity(every.root, windows=8, measure=0).modules
@@ -63,7 +70,7 @@ def test_the_weights_of_the_largest_predicted_loss_a_byte_stay_in_bf16(made: Run
     costliest = load_costliest(made)
     assert in_bf16(made) == set(costliest.modules)
     assert costliest.weights
-    assert {scales.rounding for scales in load_scales(made).weights.values()} == {"gptq"}
+    assert {scales.rounding for scales in load_scales(made).weights.values()} == {rounding}
     assert costliest.kl_nats == pytest.approx(sum(losses.values()), rel=1e-5)
     for weights in costliest.weights:
         assert weights.kl_nats == pytest.approx(sum(losses[module] for module in weights.modules), rel=1e-5)
@@ -73,13 +80,44 @@ def test_the_weights_of_the_largest_predicted_loss_a_byte_stay_in_bf16(made: Run
     assert not any(f"{name}.{part}_proj" in costliest.modules for name in attention for part in "qkv")  # joined
 
 
+def test_the_weights_whose_codes_by_gptq_lose_most_a_byte_stay_in_bf16(made: Run, tmp_path: Path) -> None:
+    every = Run(Path(shutil.copytree(made.root, tmp_path / "every")))
+    api.scales(every.root, bf16_weights=0)
+    check_choice(made, "gptq", every)
+    kept = codes_of(made)
+    assert kept.keys() < (others := codes_of(every)).keys()
+    assert all(torch.equal(codes, others[module]) for module, codes in kept.items())
+
+
 @pytest.mark.slow
-def test_the_choice_is_of_the_model_and_text_and_outlives_other_roundings(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_weights_are_rounded_to_nearest_their_nearest_codes_decide(run: Run, tmp_path: Path) -> None:
+    by_gptq = load_costliest(run)
+    api.scales(run.root, weight_rounding="nearest")
+    assert load_costliest(run).kl_nats > 1.2 * by_gptq.kl_nats
+    every = Run(Path(shutil.copytree(run.root, tmp_path / "every")))
+    api.scales(every.root, bf16_weights=0)
+    check_choice(run, "nearest", every)
+
+
+@pytest.mark.slow
+def test_codes_that_decide_are_rounded_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounded = Counter[tuple[int, ...]]()
+
+    def counted(rows: torch.Tensor, *arguments: Any) -> Any:
+        rounded[tuple(rows.shape)] += 1
+        return quantize_scaled(rows, *arguments)
+
+    monkeypatch.setattr(code_sources, "quantize_scaled", counted)
+    api.scales(run.root, weigh_first_token=True)
+    assert sum(rounded.values()) == len(load_scales(run).weights) + len(load_costliest(run).modules)
+    assert not list(run.root.glob(".*.work"))
+
+
+@pytest.mark.slow
+def test_the_choice_outlives_what_codes_do_not_depend_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     before = run.costliest.read_bytes()
     monkeypatch.setattr(stage, "predicted_losses", lambda *_: pytest.fail("losses are known"))
-    api.scales(run.root, weight_rounding="nearest")
+    api.scales(run.root, kv_cache="fp8")
     assert run.costliest.read_bytes() == before
     assert in_bf16(run) == set(load_costliest(run).modules)
     api.scales(run.root, bf16_weights=0)
@@ -89,7 +127,7 @@ def test_the_choice_is_of_the_model_and_text_and_outlives_other_roundings(
 @pytest.mark.slow
 def test_a_smaller_share_is_chosen_anew(run: Run) -> None:
     before = load_costliest(run)
-    api.scales(run.root, bf16_weights="0.001%", weight_rounding="nearest")
+    api.scales(run.root, bf16_weights="0.001%")
     assert load_costliest(run) == Costliest(windows=8, kl_nats=before.kl_nats, weights=[])
     assert in_bf16(run) == set()
     assert run.record().stages["costliest"].notes[-1] == (
@@ -108,6 +146,7 @@ def test_what_a_run_says_of_it(made: Run, fp8q: Callable[..., Any]) -> None:
 def test_no_moments_are_gathered_and_layer_by_layer_the_choice_is_the_same(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    api.scales(run.root, weight_rounding="nearest")
     before = load_costliest(run)
     run.costliest.unlink()
     monkeypatch.setattr(SecondMoments, "add", lambda *_: pytest.fail("only GPTQ's share needs them"))
@@ -156,7 +195,7 @@ def test_a_model_that_can_be_predicted_in_no_way_is_refused_first(
 
 
 def test_a_call_that_ends_before_the_choice_leaves_the_run_as_it_was(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same command goes on with the run's own options, and nearest codes that were made are not made again."""
+    """The same command goes on with the run's own options, and codes for the choice are not made again."""
     RunWriter(run).forget("costliest")
     before = {path: path.read_bytes() for path in (run.scales, *run.model.glob("*.safetensors"))}
     quantized = run.record().stages["quantize"]
@@ -166,8 +205,8 @@ def test_a_call_that_ends_before_the_choice_leaves_the_run_as_it_was(run: Run, m
         api.scales(run.root, bf16_weights=0.15)
     assert run.record().stages["quantize"] == quantized
     assert {path: path.read_bytes() for path in before} == before
-    nearest = Run(run.root / ".costliest.work" / "nearest")
-    made = nearest.record().stages["quantize"]
+    inner = Run(run.root / ".costliest.work" / "rounded")
+    made = inner.record().stages["quantize"]
     seen = list[StageRecord]()
 
     def goes_on(measured: Run, *arguments: Any) -> Any:
@@ -178,7 +217,7 @@ def test_a_call_that_ends_before_the_choice_leaves_the_run_as_it_was(run: Run, m
     api.scales(run.root, bf16_weights=0.15)
     assert seen == [made]
     assert run.record().stages["quantize"].options["weight_rounding"] == "gptq"
-    assert not nearest.root.exists()
+    assert not inner.root.exists()
 
 
 def test_a_share_that_holds_all_weights_is_refused_and_leaves_the_run_as_it_was(run: Run) -> None:

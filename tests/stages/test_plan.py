@@ -80,6 +80,20 @@ def test_times_are_tokens_times_what_a_token_takes(demo_checkpoint: Path) -> Non
     assert "costliest weights" in planned(demo_checkpoint, bf16_weights=0.03)
 
 
+def test_gptq_rounds_for_the_choice_of_the_costliest_weights_and_not_again(demo_checkpoint: Path) -> None:
+    nearest = planned(demo_checkpoint, bf16_weights=0.03)
+    by_gptq = planned(demo_checkpoint, moments=True, weight_rounding="gptq", bf16_weights=0.03)
+    choice, checkpoint = by_gptq["costliest weights"], by_gptq["scales and checkpoint"]
+    assert choice.seconds == nearest["costliest weights"].seconds + 100
+    assert (choice.disk, choice.freed) == (120 + 80, 120)
+    assert checkpoint.seconds == nearest["scales and checkpoint"].seconds
+    assert checkpoint.freed == 80
+    in_blocks = planned(
+        demo_checkpoint, moments=True, weight_rounding="gptq", bf16_weights=0.03, form=("block",), activation_terms=1
+    )
+    assert in_blocks["costliest weights"] == nearest["costliest weights"]
+
+
 def test_the_memory_of_validating_is_that_of_the_reference_and_of_scoring(demo_checkpoint: Path) -> None:
     """The reference holds codes in BF16 beside their file, and of 8 positions the logits are scored."""
     logits = 4 * 8 * open_source(str(demo_checkpoint)).text_config.vocab_size

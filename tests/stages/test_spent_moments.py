@@ -20,6 +20,7 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import calibrate as stage
+from fp8q.stages import costliest
 from fp8q.stages.measure import moments_bytes
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.quantize import LayerRounding
@@ -167,7 +168,7 @@ def test_a_killed_call_goes_on_with_the_layers_that_were_rounded(
     with monkeypatch.context() as once:
         once.setattr(LayerRounding, "spend", counted)
         if at == "the checkpoint":
-            once.setattr(stage, "quantize", killed)
+            once.setattr(costliest, "quantize", killed)
         with pytest.raises(Killed):
             calibrated(checkpoint, text, tmp_path / "spent", keep_moments=False)
     layers = len({name.split(".")[2] for step in steps for name in step})

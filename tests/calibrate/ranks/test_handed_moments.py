@@ -11,6 +11,7 @@ import pytest
 from fp8q import api
 from fp8q.core.run import Run
 from fp8q.options import WeightRounding
+from fp8q.quantize.scales.costliest import load_costliest
 from tests.calibrate.ranks.test_world import start
 
 from ...mixtures import random_mixture
@@ -93,6 +94,23 @@ def test_a_killed_rank_ends_all_and_the_same_command_goes_on(
     ended = gone_on(words)
     assert "going on at decoder layer" in ended[0][1] + ended[1][1] or dead == 1
     assert files(run) == expected
+
+
+@pytest.mark.slow
+def test_ranks_round_once_where_the_loss_of_codes_decides_which_weights_stay(
+    shared_checkpoint: Callable[[str], Path], demo_texts: Any, tmp_path: Path
+) -> None:
+    checkpoint = shared_checkpoint("llama")
+    one = alone(checkpoint, demo_texts, tmp_path / "one", bf16_weights=0.2)
+    assert load_costliest(one).modules
+    words = [*command(checkpoint, demo_texts, tmp_path / "two"), "--bf16-weights", "20%"]
+    started = start(2, *words)
+    ended = [rank.communicate(timeout=240) for rank in started]
+    assert [rank.returncode for rank in started] == [0, 0], ended
+    two = Run(tmp_path / "two")
+    assert files(two) == files(one)
+    assert load_costliest(two).modules == load_costliest(one).modules
+    assert not list(two.root.glob(".*.work"))
 
 
 @pytest.mark.slow
