@@ -140,6 +140,16 @@ BY_HAND: Mapping[str, str] = {
     "real_models_gemma3": "real_models.py gemma3 --rows '^(?!.*(sequential|preset))'",
     "real_models_exact_smollm2": "real_models.py smollm2 --rows '^(BF16|ModelOpt|.*(preset|queries))'",
     "real_models_exact_gemma3": "real_models.py gemma3 --rows '^(BF16|ModelOpt|.*(preset|queries))'",
+    "real_models_gptq_smollm2": "real_models.py smollm2 --rows '^(BF16|ModelOpt|.*(gptq|preset))'",
+    "real_models_gptq_gemma3": "real_models.py gemma3 --rows '^(BF16|ModelOpt|.*(gptq|preset))'",
+    "weight_levers_spent": "weight_levers.py smollm2 --rows 'exact, 10% in BF16$' --runs build/runs",
+    "weight_levers_spent_exact": "weight_levers.py smollm2 --rows 'exact$' --runs build/runs",
+    "weight_levers_spent_gemma3": (
+        "weight_levers.py gemma3 --rows 'exact, 10% in BF16$' --windows 24 --runs build/runs"
+    ),
+    "weight_levers_learned_gemma3": (
+        "weight_levers.py gemma3 --rows '^output side, exact, 10%' --windows 24 --runs build/runs"
+    ),
     "real_models_chats_smollm2": (
         "real_models.py smollm2 --chats --rows '^(BF16|ModelOpt|fp8q, (default|dynamic|two codes, gptq)$|"
         "weights alone, (nearest|gptq)|cache alone, K and V$)'"

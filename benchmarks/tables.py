@@ -122,6 +122,7 @@ PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
     "docs/decisions/0078-mxfp8-is-no-form.md": forms.DECISION_TABLES,
     "docs/decisions/0080-experts-are-judged-on-tokens-held-out.md": experts.ROUNDING_TABLES,
     "docs/decisions/0082-the-first-token-by-its-gradient.md": weights.LEVER_TABLES,
+    "docs/decisions/0081-the-costliest-weights-stay.md": weights.SPENT_TABLES,
     "docs/decisions/0131-correlations-that-few-tokens-show.md": weights.SHRUNK_TABLES,
     "docs/decisions/0091-a-class-says-what-is-linear.md": guides.CLASSES,
     "docs/decisions/0094-one-reader-of-chats.md": accuracy.CHAT_TABLES,

@@ -7,13 +7,14 @@ The protocol is that of `rounded_runs.py`: WikiText-2, calibrated on the validat
 test text, inputs exact, everything in FP32. Each row changes one thing about GPTQ of 64 windows: how it rounds, how
 much text it sees, how it weighs first tokens, what it knows of outputs, the modules that stay in BF16 (those of the
 largest predicted loss a byte, up to 3 % more bytes, one by one, where `--bf16-weights` keeps together what servers
-join), or codes learned afterwards, from the same text or, behind the output side of `exact`, from four times as much at
-a third of the rate. `exact` is all that `--preset exact` does for weights, with 3 % more bytes, or 10 % where the row
-says so; `every lever` is that and the output side from four times the text. Beside the KL stands its ratio to BF16's
-own, and to those of GPTQ and of the row that this one goes on from, by the same windows, since one token can be a tenth
-of a mean; the recorded seconds of the stages that made it here; and the bytes of weights over those of FP8 alone. A row
-that revises codes says for each kind of GEMM the share that differ. The floor is BF16 itself, computed in BF16. With
-`--runs` a call that was killed goes on. Prints one JSON line; exit status 2 where a package or text is not there.
+join), or codes learned afterwards, from the same text or, behind the output side of `exact`, from four times as much
+(Gemma 3, whose words take its time: twice) at a third of the rate. `exact` is all that `--preset exact` does for
+weights, with 3 % more bytes, or 10 % where the row says so; `every lever` is that and the output side from four times
+the text. Beside the KL stands its ratio to BF16's own, and to those of GPTQ and of the row that this one goes on from,
+by the same windows, since one token can be a tenth of a mean; the recorded seconds of the stages that made it here; and
+the bytes of weights over those of FP8 alone. A row that revises codes says for each kind of GEMM the share that differ.
+The floor is BF16 itself, computed in BF16. With `--runs` a call that was killed goes on.
+Prints one JSON line; exit status 2 where a package or text is not there.
 """
 
 import re
@@ -54,9 +55,11 @@ WORST, LEARNED, OUTPUT_SIDE_LEARNED = "gptq, the worst in BF16", "gptq, then lea
 #: the row that learns from as many afterwards, once.
 MOST_WINDOWS, MOST_OUTPUT_WINDOWS = 256, 80
 MOST = f"every lever, {MOST_WINDOWS} windows"
-EXACT_LEARNED, MOST_LEARNED = f"{EXACT_OUTPUT_SIDE}, then learned", f"{MOST}, then learned"
-#: What is learned behind the output side: with the usual rate the held-out loss rises and the training begins anew.
-GENTLY = DistillOptions(samples=MOST_WINDOWS, epochs=1.0, learning_rate=DistillOptions().learning_rate / SMALLER)
+EXACT_LEARNED, MORE_BF16_LEARNED, MOST_LEARNED = (
+    f"{start}, then learned" for start in (EXACT_OUTPUT_SIDE, MORE_BF16_OUTPUT_SIDE, MOST)
+)
+#: Model -> the windows that it learns from behind the output side, where these are not `MOST_WINDOWS`.
+LEARNED_WINDOWS = {"gemma3": 128}
 #: Row -> the row that it goes on from.
 STARTS = {
     WEIGHED: GPTQ,
@@ -68,13 +71,21 @@ STARTS = {
     LEARNED: GPTQ,
     OUTPUT_SIDE_LEARNED: OUTPUT_SIDE,
     EXACT_LEARNED: EXACT_OUTPUT_SIDE,
+    MORE_BF16_LEARNED: MORE_BF16_OUTPUT_SIDE,
     MOST: EXACT_OUTPUT_SIDE,
     MOST_LEARNED: MOST,
 }
 #: Rows whose codes are those of their start, but for some.
 REVISED = (
-    OUTPUT_SIDE, EXACT_OUTPUT_SIDE, MORE_BF16_OUTPUT_SIDE, LEARNED, OUTPUT_SIDE_LEARNED, EXACT_LEARNED, MOST_LEARNED
+    OUTPUT_SIDE, EXACT_OUTPUT_SIDE, MORE_BF16_OUTPUT_SIDE,
+    LEARNED, OUTPUT_SIDE_LEARNED, EXACT_LEARNED, MORE_BF16_LEARNED, MOST_LEARNED,
 )  # fmt: skip
+
+
+def gently(model: str) -> DistillOptions:
+    """How a `model` learns behind the output side: with the usual rate its held-out loss rises and it begins anew."""
+    rate = DistillOptions().learning_rate / SMALLER
+    return DistillOptions(samples=LEARNED_WINDOWS.get(model, MOST_WINDOWS), epochs=1.0, learning_rate=rate)
 
 
 def without_the_worst(run: Run, weights: Weights) -> Weights:
@@ -99,9 +110,13 @@ def share_of_bytes(weights: Weights, every: Weights) -> float:
 
 
 def changed(weights: Weights, start: Weights) -> dict[str, float]:
-    """Kind of GEMM, which is the last part of its name -> the share of its codes that are not those of `start`."""
+    """Kind of GEMM, which is the last part of its name -> the share of its codes that are not those of `start`, of the
+    weights that have codes in both.
+    """
     counts: dict[str, tuple[int, int]] = {}
     for module, weight in weights.items():
+        if module not in start:
+            continue
         kind = module.rpartition(".")[2]
         differing, every = counts.get(kind, (0, 0))
         counts[kind] = differing + int((weight != start[module]).sum()), every + weight.numel()
@@ -138,7 +153,7 @@ def rows_of(runs: RoundedRuns) -> dict[str, Callable[[], Rounded]]:
 
     def most_learned() -> tuple[Run, float]:
         run, seconds = with_seconds(Run(most))
-        distill(run.root, runs.asked.data, GENTLY)
+        distill(run.root, runs.asked.data, gently(runs.name))
         return run, seconds + run.record().stages["distill"].seconds
 
     samples = runs.asked.samples
@@ -151,7 +166,7 @@ def rows_of(runs: RoundedRuns) -> dict[str, Callable[[], Rounded]]:
         WORST: worst,
         LEARNED: learned(LEARNED),
         OUTPUT_SIDE_LEARNED: learned(OUTPUT_SIDE_LEARNED),
-        EXACT_LEARNED: learned(EXACT_LEARNED, runs.asked.data, GENTLY),
+        **{row: learned(row, runs.asked.data, gently(runs.name)) for row in (EXACT_LEARNED, MORE_BF16_LEARNED)},
         MOST: calibrated(
             MOST, **RESCALED[EXACT_OUTPUT_SIDE] | {"samples": MOST_WINDOWS, "weigh_outputs": MOST_OUTPUT_WINDOWS}
         ),

@@ -36,6 +36,7 @@ LEVER_TITLES = {
     "exact, 10% in BF16": "`--preset exact --bf16-weights 10%`, 64 windows",
     "output side, exact, 10% in BF16": "the same, `--weigh-outputs 20`",
     "output side, exact, then learned": "the same, then `fp8q distill`, 256 windows, a third of the rate",
+    "output side, exact, 10% in BF16, then learned": "the same, then `fp8q distill`, 128 windows, a third of the rate",
     "every lever, 256 windows": "`--preset exact --weigh-outputs 80`, 256 windows",
 }
 #: A model -> its results with rows of the output side, each behind the row that it goes on from. Of a row that several
@@ -118,7 +119,7 @@ def output_side() -> str:
 SHRUNK: Mapping[str, tuple[Sequence[str], str | None]] = {
     "SmolLM2-135M": (("weight_levers_shrunk",), "weight_levers_outputs_exact"),
     "Gemma 3 270M": (
-        ("weight_levers_shrunk_gemma3", "weight_levers_outputs_exact_gemma3"),
+        ("weight_levers_shrunk_gemma3", "weight_levers_outputs_exact_gemma3", "weight_levers_learned_gemma3"),
         "weight_levers_outputs_gemma3",
     ),
     "Qwen2.5-Coder-1.5B": (("weight_levers_qwen_coder",), None),
@@ -148,6 +149,46 @@ def shrunk() -> str:
             )
     kls = ["KL × 10⁶ before", "KL × 10⁶", "over BF16's", "median"]
     return table(["model", "weights", *kls, "perplexity", "flips", *COSTS], cells)
+
+
+#: A model -> the results in which what GPTQ leaves chose the weights that stay in BF16, and that of the choice before.
+SPENT: Mapping[str, tuple[Sequence[str], str]] = {
+    "SmolLM2-135M": (("weight_levers_spent_exact", "weight_levers_spent"), "weight_levers_shrunk"),
+    "Gemma 3 270M": (("weight_levers_spent_gemma3",), "weight_levers_outputs_exact_gemma3"),
+}
+
+
+def spent() -> str:
+    """What weights in BF16 leave, chosen by the loss of nearest codes and by that of GPTQ's."""
+    cells = []
+    for model, (results, earlier) in SPENT.items():
+        before = _rows_of([earlier])
+        for name, row in _rows_of(results, renewed=False).items():
+            if name in ("BF16", "gptq"):
+                continue
+            known = before[name]
+            cells.append(
+                [
+                    model,
+                    LEVER_TITLES[name].replace("the same", f"`{_share_of(name)}`"),
+                    f"{known['kl_mean_micronats']:,.0f}",
+                    f"{known['kl_over_bf16']:.2f}",
+                    perplexity(known),
+                    kl(row),
+                    f"{row['kl_over_bf16']:.2f}",
+                    perplexity(row),
+                    flips(row),
+                    *_costs(row),
+                ]
+            )
+    chosen = ("KL × 10⁶", "over BF16's", "perplexity")
+    by = [f"{figure}, by {codes}" for codes in ("nearest", "GPTQ") for figure in chosen]
+    return table(["model", "weights", *by, "flips", *COSTS], cells)
+
+
+def _share_of(row: str) -> str:
+    """The options of a row that the output side stands behind."""
+    return "--preset exact" + (" --bf16-weights 10%" if "10%" in row else "")
 
 
 def output_side_codes() -> str:
@@ -224,6 +265,6 @@ def _sized(name: str, found: Figures) -> str:
 
 TABLES = (weights_alone,)
 LEVER_TABLES = (weight_levers,)
-SHRUNK_TABLES = (shrunk,)
+SHRUNK_TABLES, SPENT_TABLES = (shrunk,), (spent,)
 OUTPUT_TABLES = (output_side, output_side_codes)
 SECOND_TABLES = (weight_seconds, weight_shapes, sequential_memory)
