@@ -134,8 +134,10 @@ def nats_rule(option: str, value: float | str) -> float:
     return number_of_nats
 
 
-def share_of(what: str, example: str) -> Rule:
-    """Make the rule of a share of `what`, as a fraction: 96% or 0.96; its message names an `example`."""
+def share_of(what: str, example: str, all_of_it: bool = True) -> Rule:
+    """Make the rule of a share of `what`, as a fraction: 96% or 0.96; its message names an `example`. Without
+    `all_of_it` a share of 1 is refused.
+    """
 
     def check(option: str, value: float | str) -> float:
         if not 0 <= number(value) <= 1:
@@ -144,6 +146,8 @@ def share_of(what: str, example: str) -> Rule:
                 f"is no share of the {what}",
                 f"give one from 0 to 1, or in percent, such as {example}",
             )
+        if number(value) == 1 and not all_of_it:
+            raise InputError(f"{option} {value}", f"is all of the {what}", f"give a smaller share, such as {example}")
         return number(value)
 
     return check

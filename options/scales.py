@@ -140,7 +140,7 @@ class ScaleOptions(Options):
             "Keep the weights that lose most a byte in FP8 in BF16, for at most this share more bytes of weights, such "
             "as 3%. Predicts the loss of each first, on a few calibration windows.",
             "SHARE",
-            text=share_of("bytes of weights", "3%"),
+            text=share_of("bytes of weights", "3%", all_of_it=False),
         ),
     ] = 0.0
     q_scale: Annotated[

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from ..calibrate.measure.statistics import load_record
 from ..calibrate.model.source import Source
-from ..core.errors import InputError
 from ..core.files import remove, write_document
 from ..core.memory import release_memory
 from ..core.output_folder import WorkFolder
@@ -147,10 +146,7 @@ def _measured_run(run: Run, root: Path, by_gptq: bool) -> Run:
 def _predicted(
     run: Run, source: Source, gemms: ModelGemms, options: ScaleOptions, folder: Path, notes: Notes
 ) -> Costliest:
-    """Predict the loss of each weight of the run, all of whose weights have codes, and choose the costliest.
-
-    Raises InputError where these are all.
-    """
+    """Predict the loss of each weight of the run, all of whose weights have codes, and choose the costliest."""
     predicted = predicted_losses(run, source, WINDOWS, folder, notes, WEIGHTS)
     scales = load_scales(run).of_text
     record = load_record(run)
@@ -158,12 +154,6 @@ def _predicted(
     numbers = {module: weight.channels * gemms.widths[module] for module, weight in scales.weights.items()}
     families = joined_families(numbers, record.groups.values())
     chosen = costliest_weights(families, losses, numbers, options.bf16_weights, record.experts or {})
-    if sum(len(weights.modules) for weights in chosen) == len(numbers):
-        raise InputError(
-            f"--bf16-weights {100 * options.bf16_weights:g}%",
-            f"holds all {len(numbers):,} weights in BF16, so there is nothing to quantize",
-            "give a smaller share",
-        )
     return Costliest(windows=predicted.windows, kl_nats=sum(losses.values()), weights=chosen)
 
 

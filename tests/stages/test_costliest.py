@@ -167,6 +167,15 @@ def test_what_is_no_share_is_refused(share: str) -> None:
     )
 
 
+@pytest.mark.parametrize("share", ["100%", "1"])
+def test_a_share_that_leaves_no_weights_to_quantize_is_refused(share: str) -> None:
+    with pytest.raises(InputError) as refused:
+        CalibrateOptions(bf16_weights=share)  # type: ignore[arg-type]  # text, as on the command line
+    assert str(refused.value) == (
+        f"--bf16-weights {share}: is all of the bytes of weights; give a smaller share, such as 3%"
+    )
+
+
 def test_codes_as_they_were_given_exclude_it() -> None:
     with pytest.raises(InputError, match="^--inherit: takes codes and scales as they were given, and --bf16-weights"):
         CalibrateOptions(bf16_weights=0.03, inherit=True)
@@ -218,15 +227,3 @@ def test_a_call_that_ends_before_the_choice_leaves_the_run_as_it_was(run: Run, m
     assert seen == [made]
     assert run.record().stages["quantize"].options["weight_rounding"] == "gptq"
     assert not inner.root.exists()
-
-
-def test_a_share_that_holds_all_weights_is_refused_and_leaves_the_run_as_it_was(run: Run) -> None:
-    before = run.record()
-    with pytest.raises(InputError) as refused:
-        api.scales(run.root, bf16_weights="100%")
-    assert str(refused.value) == (
-        "--bf16-weights 100%: holds all 28 weights in BF16, so there is nothing to quantize; give a smaller share"
-    )
-    assert run.record() == before
-    assert load_costliest(run).modules
-    assert not list(run.root.glob(".*.work"))
