@@ -27,6 +27,7 @@ In the order of work:
     evaluate         lm-eval's tasks asked of BF16 and FP8, their answers paired
     triton           the Triton model repository, with a plain model of an engine
     distill          codes of weights, learned from the float model, by one process or several ranks
+    distill_ranks    the ranks that learn together: what they cannot share, and the task that rank 0 hands on
     learned_adapter  a LoRA adapter, learned on the checkpoint from the float model
     sensitivity      the loss that each tensor causes alone
     tune             the cheapest mix within a budget of loss, and the run made anew with it

@@ -7,7 +7,6 @@ With `--stream` it learns decoder layer by decoder layer, and compares the whole
 """
 
 import math
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,9 +21,8 @@ from transformers import PreTrainedModel
 
 from ..calibrate.input.silence import quiet_transformers
 from ..calibrate.model.decoder import NoChainError
-from ..calibrate.model.gemms import routers
 from ..calibrate.model.memory import weight_bytes
-from ..calibrate.model.source import Source, load_model, meta_model
+from ..calibrate.model.source import Source, load_model
 from ..calibrate.model.tokenizer import load_tokenizer
 from ..calibrate.ranks.world import World, joined_ranks
 from ..calibrate.text.evaluation import sha256_of
@@ -33,10 +31,10 @@ from ..calibrate.text.packing import Packing
 from ..core.columns import duration
 from ..core.commands import name_in_commands
 from ..core.errors import InputError
-from ..core.files import Strict, remove, write_document
+from ..core.files import remove, write_document
 from ..core.memory import return_freed_blocks
 from ..core.run import Run
-from ..options import BLOCK, DistillOptions, LearningGradients
+from ..options import BLOCK, DistillOptions
 from ..options.distill import LearnedScales, LearningOptions, WeightLearningOptions
 from ..quantize.learning.block_training import BlockSchedule
 from ..quantize.learning.blocks import BlockLearning, BlockText
@@ -50,11 +48,12 @@ from ..quantize.scales.decisions import load_scales
 from ..quantize.weights.code_sources import LearnedCodes
 from ..validate.accuracy.nonfinite import culprit
 from .corpus import load_tokens, opening_of
+from .distill_ranks import check_no_experts, check_ranks, receive_task, send_nothing, send_task
 from .export import export_or_note
 from .measure import beyond
 from .other_text import read_other
 from .pipeline.stage import Key, Notes, device
-from .pipeline.stages import CORPUS, DISTILL, QUANTIZE, DistillFacts
+from .pipeline.stages import CORPUS, DISTILL, DistillFacts
 from .quantize import KnownCodes, identity, quantize, rounding_key, scale_options
 from .shared.adapters import note_base_alone
 from .shared.model_files import checked_model, export_options
@@ -115,9 +114,6 @@ def _stopped(losses: list[BlockLoss], steps: int) -> str | None:
     return f"the loss of layer {stopped.layer} is not finite at step {stopped.stopped} of {steps}"
 
 
-#: Variables by which `accelerate launch` asks for a training in which no rank has a whole weight.
-SHARDED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
-
 #: Bytes of a learned weight: in FP32 the teacher's, the student's, its gradient, Adam's two means and the weight that
 #: the forward pass rounds to; a byte each for its first code and its range.
 BYTES_A_WEIGHT = 26
@@ -131,114 +127,11 @@ TEACHER_BYTES = 4
 LOADED_BYTES = 5
 
 
-class LearningTask(Strict):
-    """The training that rank 0 tells the others to take part in, with the windows that follow it.
-
-    `start`: file of the checkpoint to begin with -> its SHA-256; `folder`: of the Trainer's checkpoints, in the run.
-    """
-
-    start: dict[str, str]
-    folder: str
-    epochs: float
-    batch_size: int
-    learning_rate: float
-    seed: int
-    scales: LearnedScales
-    gradients: LearningGradients
-    shard: bool
-
-
-def check_ranks(options: DistillOptions, world: World) -> None:
-    """Raise InputError where ranks cannot share windows or weights, or where a launcher would split the weights."""
-    if options.stream and world.size > 1:
-        raise InputError("--stream", "layers learn one after the other, in one process", "start it without torchrun")
-    if options.gradients in ("e5m2", "e4m3") and world.size > 1:
-        raise InputError(
-            f"--gradients {options.gradients}",
-            "scales by the amax of the steps before, which each rank would have of its own windows",
-            "start it without torchrun",
-        )
-    if options.batch_size % world.size:
-        raise InputError(
-            f"--batch-size {options.batch_size}",
-            f"is the number of windows a step of all {world.size} ranks, which cannot have as many each",
-            f"give a multiple of {world.size}",
-        )
-    if options.shard and world.size == 1:
-        raise InputError(
-            "--shard",
-            "shares the models between the ranks of torchrun, and this is one process",
-            "start it with torchrun --nproc-per-node N -m fp8q distill",
-        )
-    for name in SHARDED:
-        if os.environ.get(name, "false").lower() in {"1", "true", "yes", "on"}:
-            raise InputError(
-                "",
-                f"{name} is set: fp8q shares a model between ranks itself, by torch's FSDP2",
-                "unset it, start the ranks with torchrun, and give --shard",
-            )
-
-
-def check_no_experts(source: Source) -> None:
-    """Raise InputError for a model with experts: FSDP2 adds up gradients that all ranks have, and a rank whose tokens
-    leave an expert out has none of it.
-    """
-    if routers(meta_model(source)):
-        raise InputError(
-            "--shard",
-            f"{source.name} has experts, and tokens of one rank may reach others than those of the next",
-            "leave --shard out, or learn layer by layer with --stream in one process",
-        )
-
-
 def bytes_a_weight(options: DistillOptions, world: World) -> float:
     """Return the bytes a weight that learning takes on each rank of `world`."""
     if not options.shard:
         return BYTES_A_WEIGHT
     return max(SHARED_BYTES / world.size + UNSHARED_BYTES, TEACHER_BYTES / world.size + LOADED_BYTES)
-
-
-def send_task(run: Run, options: DistillOptions, folder: Path, windows: tuple[Tokens, Tokens], world: World) -> None:
-    """Tell the other ranks what to learn: from `windows`, to train on and held out, int64 [windows, seq_len] each."""
-    task = LearningTask(
-        start=run.record().stages[QUANTIZE.name].outputs,
-        folder=str(folder.relative_to(run.root)),
-        epochs=options.epochs,
-        batch_size=options.batch_size,
-        learning_rate=options.learning_rate,
-        seed=options.seed,
-        scales=options.scales,
-        gradients=options.gradients,
-        shard=options.shard,
-    )
-    world.gathered(task.model_dump())
-    for part in windows:
-        world.sent(part)
-
-
-def send_nothing(world: World) -> None:
-    """Tell the other ranks that nothing is to be learned."""
-    world.gathered({})
-
-
-def receive_task(run: Run, world: World) -> tuple[LearningTask, tuple[Tokens, Tokens]] | None:
-    """Receive the task of rank 0 and its windows; None where nothing is to be learned.
-
-    Raises InputError where the directory `run` of this rank is not that of rank 0.
-    """
-    sent = world.gathered({})[0]
-    if not sent:
-        return None
-    task = LearningTask.model_validate(sent)
-    windows = (world.sent(None), world.sent(None))
-    recorded = run.record().stages.get(QUANTIZE.name)
-    if recorded is None or recorded.outputs != task.start:
-        raise InputError(
-            run.root,
-            "holds another checkpoint here than rank 0's",
-            "the ranks of `fp8q distill` share the directory of the run: name one that all machines have",
-        )
-    return task, windows
 
 
 #: One of so many windows is held out, and no more than so many.

@@ -21,7 +21,8 @@ from fp8q.core.errors import BackendError, InputError
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, DistillOptions, ExportOptions
 from fp8q.quantize.learning.document import load_distillation
-from fp8q.stages.distill import bytes_a_weight, check_no_experts, check_ranks
+from fp8q.stages.distill import bytes_a_weight
+from fp8q.stages.distill_ranks import check_no_experts, check_ranks
 
 from ..calibrate.ranks.test_world import HOST, start
 from ..conftest import Texts
