@@ -119,7 +119,7 @@ def output_side() -> str:
 SHRUNK: Mapping[str, tuple[Sequence[str], str | None]] = {
     "SmolLM2-135M": (("weight_levers_shrunk",), "weight_levers_outputs_exact"),
     "Gemma 3 270M": (
-        ("weight_levers_shrunk_gemma3", "weight_levers_outputs_exact_gemma3", "weight_levers_learned_gemma3"),
+        ("weight_levers_shrunk_gemma3", "weight_levers_outputs_exact_gemma3"),
         "weight_levers_outputs_gemma3",
     ),
     "Qwen2.5-Coder-1.5B": (("weight_levers_qwen_coder",), None),
@@ -154,7 +154,10 @@ def shrunk() -> str:
 #: A model -> the results in which what GPTQ leaves chose the weights that stay in BF16, and that of the choice before.
 SPENT: Mapping[str, tuple[Sequence[str], str]] = {
     "SmolLM2-135M": (("weight_levers_spent_exact", "weight_levers_spent"), "weight_levers_shrunk"),
-    "Gemma 3 270M": (("weight_levers_spent_gemma3",), "weight_levers_outputs_exact_gemma3"),
+    "Gemma 3 270M": (
+        ("weight_levers_spent_gemma3", "weight_levers_learned_gemma3"),
+        "weight_levers_outputs_exact_gemma3",
+    ),
 }
 
 
@@ -166,14 +169,13 @@ def spent() -> str:
         for name, row in _rows_of(results, renewed=False).items():
             if name in ("BF16", "gptq"):
                 continue
-            known = before[name]
+            known = before.get(name)
+            title = LEVER_TITLES[name]
             cells.append(
                 [
                     model,
-                    LEVER_TITLES[name].replace("the same", f"`{_share_of(name)}`"),
-                    f"{known['kl_mean_micronats']:,.0f}",
-                    f"{known['kl_over_bf16']:.2f}",
-                    perplexity(known),
+                    title if "learned" in name else title.replace("the same", f"`{_share_of(name)}`"),
+                    *(_loss_of(known) if known else ["", "", ""]),
                     kl(row),
                     f"{row['kl_over_bf16']:.2f}",
                     perplexity(row),
@@ -184,6 +186,11 @@ def spent() -> str:
     chosen = ("KL × 10⁶", "over BF16's", "perplexity")
     by = [f"{figure}, by {codes}" for codes in ("nearest", "GPTQ") for figure in chosen]
     return table(["model", "weights", *by, "flips", *COSTS], cells)
+
+
+def _loss_of(row: Figures) -> list[str]:
+    """KL, its ratio to BF16's own, and perplexity."""
+    return [f"{row['kl_mean_micronats']:,.0f}", f"{row['kl_over_bf16']:.2f}", perplexity(row)]
 
 
 def _share_of(row: str) -> str:
