@@ -1,12 +1,15 @@
 """A directory that one process at a time writes to, and the folder with which a killed one goes on."""
 
+import fcntl
+import gc
 import os
+import warnings
 from pathlib import Path
 
 import pytest
 
 from fp8q.core.errors import InputError
-from fp8q.core.files import locked
+from fp8q.core.files import keeping_locks, locked
 from fp8q.core.output_folder import OutputFolder, WorkFolder
 
 
@@ -73,6 +76,19 @@ def test_work_that_cannot_go_on_leaves_nothing(tmp_path: Path, error: BaseExcept
     assert work.left({"key": "2"}) is None
     with work.until_done({"key": "1"}) as folder:
         assert (folder / "step").exists() == stays
+
+
+def test_a_lock_whose_file_was_removed_is_closed_where_it_is_taken_again(tmp_path: Path) -> None:
+    file = tmp_path / ".lock"
+    with warnings.catch_warnings(record=True) as caught, keeping_locks():
+        warnings.simplefilter("always", ResourceWarning)  # of a file that is dropped while it is open
+        with locked(file):
+            file.unlink()
+        with locked(file):
+            gc.collect()
+        with open(file, "w") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert not caught
 
 
 def test_no_process_holds_a_lock_that_its_holder_has_removed(tmp_path: Path) -> None:
