@@ -1,7 +1,7 @@
 """`fp8q run` finds a form that meets the limit, where one code an activation does not and none was asked for."""
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from fp8q import api
 from fp8q.calibrate.model.source import Source
 from fp8q.core.errors import GateError
 from fp8q.core.run import Run
+from fp8q.options import ScaleOptions
 from fp8q.quantize.scales.costliest import load_costliest
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.scales.scheme import in_two_codes, tails_of
@@ -20,6 +21,7 @@ from fp8q.quantize.weights.rounding_progress import CachedCodes
 from fp8q.stages.forms import FormCandidates
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.pipeline.stages import COSTLIEST
+from fp8q.stages.quantize import scale_options
 from fp8q.stages.validate import validate
 from fp8q.validate.accuracy import runtimes
 from fp8q.validate.accuracy.compare import Forward
@@ -167,15 +169,16 @@ def test_what_it_writes_is_what_each_form_evaluated_alone_gives(
 
 
 def test_what_is_chosen_has_codes_for_its_own_inputs(
-    made: Run, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Run, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
 ) -> None:
-    """Those of a search that measures each candidate with its own."""
-    make = FormCandidates.make
-    monkeypatch.setattr(FormCandidates, "make", lambda candidates, mix, of_any_input=False: make(candidates, mix))
-    alone = run(demo_checkpoint, demo_texts, tmp_path / "alone")
-    assert load_form_choice(alone).recipe == load_form_choice(made).recipe
-    for path in (made.scales, made.accuracy, *made.model.glob("*.safetensors")):
+    """A run that is asked for this form gives the same checkpoint, and searches nothing."""
+    form = {option.name: getattr(scale_options(made), option.name) for option in fields(ScaleOptions)}
+    options = api.CalibrateOptions(samples=16, seq_len=256, **form)
+    alone = run(demo_checkpoint, demo_texts, tmp_path / "alone", calibrate=options)
+    assert "forms" not in alone.record().stages
+    for path in (made.scales, *made.model.glob("*.safetensors")):
         assert (alone.root / path.relative_to(made.root)).read_bytes() == path.read_bytes(), path.name
+    assert load_accuracy(alone).verdict == load_accuracy(made).verdict
 
 
 def times_of_files(root: Path) -> dict[Path, int]:
