@@ -7,7 +7,7 @@ from markdown import load, table
 
 #: A model, as the names of its results have it -> its name on pages.
 MODELS = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}
-#: The results of a model; of a row that several have, the first one's figures are shown. GPTQ was measured once more.
+#: The results of a model; of a row that several have, the first one's figures are shown.
 RESULTS_OF = ("real_models_gptq_{}", "real_models_{}", "real_models_exact_{}")
 EXACT, EXACT_ALONE = "fp8q, --preset exact", "weights alone, --preset exact"
 BF16, MODELOPT = "BF16", "ModelOpt FP8_DEFAULT_CFG"
